@@ -1,0 +1,66 @@
+# Every target sets up what it needs: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.holdfast-setup
+
+CODE    := src tests $(wildcard bench) $(wildcard examples)
+TYPED   := src $(wildcard bench)
+BENCHES := $(filter-out bench/__init__.py bench/common.py bench/toy_%.py,$(wildcard bench/*.py))
+
+# How often `make soak` repeats the tests that start and kill real processes.
+SOAK_ROUNDS ?= 20
+SOAK_TESTS  := $(wildcard tests/integration) $(wildcard tests/e2e)
+
+.PHONY: help setup demo test lint format bench soak clean
+
+help:
+	@echo "make demo    train on two local nodes, kill a worker, a node and the master, watch it go on"
+	@echo "make test    lint, types, import contracts and the whole test suite"
+	@echo "make lint    everything of 'make test' that runs no process"
+	@echo "make format  let ruff rewrite the code"
+	@echo "make bench   a short run of every benchmark (bench/NAME.py alone gives the figures)"
+	@echo "make soak    the process tests SOAK_ROUNDS times ($(SOAK_ROUNDS)), until the first failure"
+	@echo "make setup   only the set-up; make clean removes it and all caches"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml scripts/setup
+	@PYTHON='$(PYTHON)' scripts/setup $(VENV)
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/holdfast demo
+
+# The suite checks at its very end that no process, shared memory or folder is left (tests/conftest.py).
+test: lint
+	@echo "==> tests"
+	@$(BIN)/python -m pytest -n 2 --ignore=tests/tidy/test_tidy.py
+
+lint: $(STAMP)
+	@echo "==> ruff"
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
+	@echo "==> types"
+	@$(BIN)/mypy --strict $(TYPED)
+	@echo "==> import contracts"
+	@$(BIN)/lint-imports
+	@echo "==> tidy rules"
+	@$(BIN)/python -m pytest -q tests/tidy/test_tidy.py
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+bench: $(STAMP)
+	@set -e; for bench in $(BENCHES); do echo "==> $$bench --quick"; $(BIN)/python $$bench --quick; done
+
+soak: $(STAMP)
+	@set -e; for round in $$(seq $(SOAK_ROUNDS)); do \
+		echo "==> soak round $$round of $(SOAK_ROUNDS)"; \
+		$(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \
+	done
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests $(wildcard bench) $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +

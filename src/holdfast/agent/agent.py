@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One node's agent: drives the worker core between the master's stream and real processes."""
+
+import asyncio
+import signal
+import ssl
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from holdfast.agent.group import Group, Program
+from holdfast.agent.network import ReservedPort
+from holdfast.agent.processes import Processes, WorkerExit
+from holdfast.agent.relay import Relay
+from holdfast.agent.stream import MasterStream
+from holdfast.core.kernel import Command, Event, Tick
+from holdfast.core.node import events as ev
+from holdfast.core.node.workers import Workers
+from holdfast.model.errors import UsageError
+from holdfast.protocol import messages as m
+from holdfast.runtime.observe import Say
+from holdfast.runtime.transport import listen
+
+EARLY_BEATS_S = (0.2, 0.4, 0.8, 1.6, 3.2)
+"""After a start the first step is awaited: it is reported soon, not at the next regular beat."""
+
+FAREWELL_S = 2.0
+"""How long a leaving agent waits for the master to take note."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings:
+    """Everything one agent is told."""
+
+    master: str
+    token: bytes
+    tls: ssl.SSLContext | None
+    rules: m.JobRules
+    program: Program
+    host: str
+    node_rank: int
+    """-1: the master assigns one."""
+    node_id: int
+    """-1: no platform launched this node."""
+    runtime_dir: Path
+    """Private folder for the socket."""
+    grace_s: float
+    spares: bool
+    excluded_roots: tuple[str, ...]
+    first_contact_s: float
+    """How long an unreachable master is tried before the first attach."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """How an agent ended."""
+
+    exit_code: int
+    reason: str
+    end: m.JobEnded | None
+
+
+class Agent:
+    """Supervises the workers of one node."""
+
+    def __init__(self, settings: AgentSettings, say: Say) -> None:
+        self._settings = settings
+        self._say = say
+        self._loop = asyncio.get_running_loop()
+        self._core = Workers(settings.program.launch.nproc)
+        self._group: Group | None = None
+        self._port = ReservedPort()
+        self._old_port: ReservedPort | None = None
+        self._beat_s = self._lease_s = 0.0
+        self._beat_timer: asyncio.TimerHandle | None = None
+        self._early_beats: list[asyncio.TimerHandle] = []
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._errands: set[asyncio.Task[None]] = set()
+        self._seen: dict[int, psutil.Process] = {}
+        self._unreported = 0
+        self._all_reported = asyncio.Event()
+        self._end: asyncio.Future[AgentEnd] = self._loop.create_future()
+        self._processes = Processes(
+            on_exit=self._worker_exited,
+            on_stopped=lambda rank, number: self.feed(ev.WorkerStopped(rank, number)),
+            on_continued=lambda rank: self.feed(ev.WorkerContinued(rank)),
+            say=say,
+            spares=settings.spares,
+            base_env=settings.program.env,
+            excluded_roots=settings.excluded_roots,
+        )
+        self._stream = MasterStream(
+            self,
+            settings.master,
+            settings.token,
+            tls=settings.tls,
+            first_contact_s=settings.first_contact_s,
+        )
+
+    async def run(self) -> AgentEnd:
+        """Serve until the job, or this node's part in it, is over."""
+        relay = Relay(self._stream)
+        server = await listen(self._settings.program.launch.socket, relay, self._settings.token)
+        stream = self._loop.create_task(self._stream.run())
+        stream.add_done_callback(self._stream_ended)
+        try:
+            end = await self._end
+            await self._say_farewell()
+            return end
+        finally:
+            stream.cancel()
+            self._stream.close()
+            for timer in (self._beat_timer, self._deadline_timer, *self._early_beats):
+                if timer is not None:
+                    timer.cancel()
+            await server.close()
+            await self._processes.close()
+            if self._group is not None:
+                self._group.close()
+            self._port.close()
+            if self._old_port is not None:
+                self._old_port.close()
+
+    def shut_down(self, reason: str, exit_code: int) -> None:
+        """Leave the job: workers end with grace, the master is told."""
+        self.feed(ev.ShutdownRequested(reason, exit_code))
+
+    def feed(self, event: Event) -> None:
+        """Let the core decide, and do what it says."""
+        outcome = self._core.handle(event, self._loop.time())
+        for command in outcome.commands:
+            self._execute(command)
+        at = self._core.deadline()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._deadline_timer = None if at is None else self._loop.call_at(at, self.feed, Tick())
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case ev.StartWorkers():
+                self._run(self._start(command.run))
+            case ev.EndWorkers():
+                if command.gently:
+                    self._run(self._processes.stop(self._settings.grace_s))
+                else:
+                    self._processes.kill_now()
+            case ev.Report():
+                self._report(command.body)
+            case ev.HoldWorkers():
+                self._processes.signal_all(signal.SIGSTOP)
+            case ev.ResumeWorkers():
+                self._processes.signal_all(signal.SIGCONT)
+            case ev.Rejoin():
+                self._stream.rejoin()
+            case ev.Tell():
+                self._say(command.text)
+            case ev.ExitAgent() if not self._end.done():
+                self._end.set_result(AgentEnd(command.exit_code, command.reason, command.end))
+
+    def _run(self, errand: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._errand_done)
+
+    def _errand_done(self, task: asyncio.Task[None]) -> None:
+        self._errands.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._end.done():
+            self._end.set_exception(task.exception() or RuntimeError("an errand failed"))
+
+    # ---- workers --------------------------------------------------------------------------------
+
+    async def _start(self, run: m.RunWorld) -> None:
+        if self._group is not None:
+            self._group.close()
+        # The old port stays ours until the next round: its store may still be in use.
+        if self._old_port is not None:
+            self._old_port.close()
+        self._old_port, self._port = self._port, ReservedPort()
+        group = self._group = Group(self._settings.program, run, self._processes)
+        began = self._loop.time()
+        started, how, problem = await group.start()
+        took_s = self._loop.time() - began
+        self.feed(ev.StartFinished(run.round, started, how, took_s, problem))
+        for timer in self._early_beats:
+            timer.cancel()
+        self._early_beats = [
+            self._loop.call_later(pause_s, self._early_beat) for pause_s in EARLY_BEATS_S
+        ]
+
+    def _worker_exited(self, exit: WorkerExit) -> None:
+        message, trace, last_step_ago_s = "", "", -1.0
+        if self._group is not None:
+            last_step_ago_s = self._group.last_step_ago_s()
+            message, trace = self._group.ended(exit.local_rank)
+        self.feed(
+            ev.WorkerExited(
+                exit.local_rank, exit.pid, exit.code, exit.signal, message, trace, last_step_ago_s
+            )
+        )
+
+    # ---- the master -----------------------------------------------------------------------------
+
+    def attachment(self) -> m.Attach:
+        settings = self._settings
+        return m.Attach(
+            agent_key="",
+            rules=settings.rules,
+            nproc=settings.program.launch.nproc,
+            host=settings.host,
+            store_port=self._port.number,
+            round=self._core.round,
+            node_id=settings.node_id,
+            node_rank=settings.node_rank,
+        )
+
+    def attached(self, welcome: m.Attached, *, sent_at: float) -> None:
+        self._beat_s, self._lease_s = welcome.beat_s, welcome.lease_s
+        self.feed(ev.LeaseRenewed(sent_at + self._lease_s))
+        self._arm_beat()
+
+    def pushed(self, body: m.AnyMessage) -> None:
+        match body:
+            case m.RunWorld():
+                self.feed(ev.WorldReceived(body))
+            case m.StopWork():
+                self.feed(ev.StopReceived(body))
+            case m.Fenced():
+                self.feed(ev.FencedOff(body.reason))
+            case m.JobEnded():
+                self.feed(ev.EndReceived(body))
+
+    def refused(self, refusal: m.Refused) -> None:
+        if refusal.kind == "stale":
+            self.feed(ev.GivenUp(refusal.message))
+        elif refusal.kind == "fenced":
+            self.feed(ev.FencedOff(refusal.message))
+        elif not self._end.done():
+            self._end.set_exception(UsageError(refusal.message))
+
+    def stream_lost(self, why: str) -> None:
+        if not self._end.done():
+            self._say(f"{why}; the workers go on, trying to reach it again")
+
+    def _stream_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not self._end.done():
+            self._end.set_exception(task.exception() or RuntimeError("the stream ended"))
+
+    def _report(self, body: m.WorkersStarted | m.WorkersFailed | m.WorkersDone | m.Leave) -> None:
+        if isinstance(body, m.WorkersStarted):
+            body = m.WorkersStarted(body.round, self._port.number, body.how, body.took_s)
+        self._unreported += 1
+        self._all_reported.clear()
+
+        def answered(_: m.AnyMessage) -> None:
+            self._unreported -= 1
+            if self._unreported == 0:
+                self._all_reported.set()
+
+        self._stream.call(body, answered)
+
+    async def _say_farewell(self) -> None:
+        if self._unreported:
+            try:
+                await asyncio.wait_for(self._all_reported.wait(), FAREWELL_S)
+            except TimeoutError:
+                return
+
+    # ---- beats ----------------------------------------------------------------------------------
+
+    def _arm_beat(self) -> None:
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+        self._beat_timer = self._loop.call_later(self._beat_s, self._regular_beat)
+
+    def _regular_beat(self) -> None:
+        self._beat()
+        self._arm_beat()
+
+    def _early_beat(self) -> None:
+        """Beats until the first step was reported; then the regular ones are enough."""
+        beat = self._beat()
+        if beat.first_step_ago_s >= 0:
+            for timer in self._early_beats:
+                timer.cancel()
+
+    def _beat(self) -> m.Beat:
+        cpu, memory = self._use()
+        idle = m.Beat(0, 0, -1, -1.0, -1.0, cpu, memory)
+        beat = self._group.beat(cpu, memory) if self._group is not None else idle
+        sent_at = self._loop.time()
+
+        def answered(body: m.AnyMessage) -> None:
+            if isinstance(body, m.Done):
+                self.feed(ev.LeaseRenewed(sent_at + self._lease_s))
+
+        self._stream.beat(beat, answered)
+        return beat
+
+    def _use(self) -> tuple[float, int]:
+        """Cores (since the last look) and bytes in use by the workers."""
+        cpu, memory = 0.0, 0
+        for worker in self._processes.workers:
+            try:
+                process = self._seen.setdefault(worker.pid, psutil.Process(worker.pid))
+                cpu += process.cpu_percent(None) / 100
+                memory += process.memory_info().rss
+            except psutil.Error:
+                self._seen.pop(worker.pid, None)
+        return cpu, memory

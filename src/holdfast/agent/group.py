@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of one round as seen from outside: their files, their output, their progress."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.agent.output import Stream, Write
+from holdfast.agent.processes import Processes, RunMode, Worker, WorkerOrder
+from holdfast.core.node.environment import Launch, worker_environment
+from holdfast.protocol import messages as m
+from holdfast.worker.progress import ProgressCell
+
+ERROR_BYTES_MAX = 64 * 1024
+"""How much of a worker's error file is passed on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What the workers run, and where their output goes."""
+
+    argv: tuple[str, ...]
+    mode: RunMode
+    launch: Launch
+    env: Mapping[str, str]
+    log_dir: Path
+    console: Callable[[int, bool], Write | None]
+    """Where a local rank's output (True: standard error) is shown, if it is."""
+
+
+class Group:
+    """The workers of one round."""
+
+    def __init__(self, program: Program, run: m.RunWorld, processes: Processes) -> None:
+        self.run = run
+        self._program = program
+        self._processes = processes
+        self._cells: dict[int, ProgressCell] = {}
+        self._streams: dict[int, tuple[Stream, Stream]] = {}
+        self._workers: dict[int, Worker] = {}
+
+    async def start(self) -> tuple[frozenset[int], str, str]:
+        """Start all workers: who runs, how they were started, and what went wrong, if anything."""
+        ranks = range(self._program.launch.nproc)
+        results = await asyncio.gather(
+            *(self._start_one(local_rank) for local_rank in ranks), return_exceptions=True
+        )
+        problem = ""
+        for local_rank, result in zip(ranks, results, strict=True):
+            if isinstance(result, Worker):
+                self._workers[local_rank] = result
+            elif isinstance(result, OSError):
+                problem = f"could not be started: {result}"
+            elif isinstance(result, BaseException):
+                raise result
+        how = min((worker.how for worker in self._workers.values()), default="cold")
+        return frozenset(self._workers), how, problem
+
+    async def _start_one(self, local_rank: int) -> Worker:
+        program, folder = self._program, self._folder(local_rank)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        progress = str(folder / "progress")
+        self._cells[local_rank] = ProgressCell.create(progress)
+        prefix = f"[rank{self.run.rank_offset + local_rank}] "
+        out, err = (
+            Stream(
+                folder / name,
+                program.console(local_rank, error),
+                prefix,
+            )
+            for name, error in (("stdout.log", False), ("stderr.log", True))
+        )
+        self._streams[local_rank] = (out, err)
+        env = worker_environment(
+            program.env,
+            program.launch,
+            self.run,
+            local_rank,
+            error_file=str(self._error_file(local_rank)),
+            progress=progress,
+        )
+        order = WorkerOrder(
+            local_rank=local_rank,
+            argv=program.argv,
+            mode=program.mode,
+            env=env,
+            stdout=out.worker_end,
+            stderr=err.worker_end,
+            progress=progress,
+        )
+        try:
+            return await self._processes.start(order)
+        finally:
+            out.handed_over()
+            err.handed_over()
+
+    def ended(self, local_rank: int) -> tuple[str, str]:
+        """A worker is gone: take its last output; returns what its error file says."""
+        for stream in self._streams.pop(local_rank, ()):
+            stream.close()
+        return read_error(self._error_file(local_rank))
+
+    def close(self) -> None:
+        """Let go of files and mappings; the workers are gone."""
+        for local_rank in list(self._streams):
+            self.ended(local_rank)
+        for cell in self._cells.values():
+            cell.close()
+        self._cells.clear()
+
+    def last_step_ago_s(self) -> float:
+        """How long ago the last step of any worker finished; -1 if none did."""
+        times = [cell.read().last_step_at for cell in self._cells.values()]
+        newest = max(times, default=0.0)
+        return time.monotonic() - newest if newest > 0 else -1.0
+
+    def beat(self, cpu: float, memory: int) -> m.Beat:
+        """What the master is told of the group."""
+        readings = [cell.read() for cell in self._cells.values()]
+        now = time.monotonic()
+        steps = min((reading.steps for reading in readings), default=0)
+        reported = max((reading.reported_step for reading in readings), default=-1)
+        # A group has made a step when its slowest member has.
+        first = [reading.first_step_at for reading in readings]
+        has_stepped = bool(first) and min(first) > 0
+        return m.Beat(
+            round=self.run.round,
+            steps=max(steps, 1) if has_stepped else 0,
+            step=reported,
+            first_step_ago_s=now - max(first) if has_stepped else -1.0,
+            last_step_ago_s=self.last_step_ago_s(),
+            cpu=cpu,
+            memory=memory,
+        )
+
+    def _folder(self, local_rank: int) -> Path:
+        rank = self.run.rank_offset + local_rank
+        return self._program.log_dir / f"round_{self.run.round}" / f"rank_{rank}"
+
+    def _error_file(self, local_rank: int) -> Path:
+        return self._folder(local_rank) / "error.json"
+
+
+def read_error(path: Path) -> tuple[str, str]:
+    """Message and traceback from an error file as torch elastic writes it; empty if there is none.
+
+    The file is written by the user's process, so nothing about it is taken for granted.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = msgspec.json.decode(file.read(ERROR_BYTES_MAX))
+    except (OSError, msgspec.DecodeError):
+        return "", ""
+    body: Any = data.get("message", data) if isinstance(data, dict) else data
+    if not isinstance(body, dict):
+        return str(body), ""
+    extra = body.get("extraInfo")
+    trace = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
+    message = str(body.get("message", ""))
+    return f"failed with {message}" if message else "", str(trace)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's private socket for its workers: what they ask goes to the master and back."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast.protocol import messages as m
+from holdfast.protocol.services import FROM_WORKERS
+from holdfast.runtime.transport import Link
+
+
+class Upstream(Protocol):
+    """The way to the master."""
+
+    def call(
+        self,
+        body: m.AnyMessage,
+        answered: Callable[[m.AnyMessage], None],
+        session: str = "",
+        seq: int = 0,
+    ) -> int: ...
+
+    def forget(self, number: int) -> None: ...
+
+
+class Relay:
+    """Passes requests on. Knows nothing about what they mean."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._pending: dict[int, set[int]] = {}
+
+    def opened(self, link: Link) -> None:
+        self._pending[link.number] = set()
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        if type(frame.body) not in FROM_WORKERS:
+            refusal = f"a worker may not send {type(frame.body).__name__}"
+            link.send(m.Refused("rejected", refusal), frame.call)
+            return
+        pending, call = self._pending[link.number], frame.call
+
+        def answered(body: m.AnyMessage) -> None:
+            pending.discard(number)
+            link.send(body, call)
+
+        number = self._upstream.call(frame.body, answered, frame.session, frame.seq)
+        pending.add(number)
+
+    def closed(self, link: Link) -> None:
+        for number in self._pending.pop(link.number, ()):
+            self._upstream.forget(number)

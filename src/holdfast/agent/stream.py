@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's one stream to the master: attached, kept, and picked up again when it breaks.
+
+A request that was not answered is sent again on the next stream, under the same idempotency key
+and in the same order: the master may die between any two bytes without anything being lost or done
+twice.
+"""
+
+import asyncio
+import random
+import secrets
+import ssl
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast.model.errors import AuthError, ProtocolError, RetryableError, UsageError
+from holdfast.protocol import messages as m
+from holdfast.runtime.transport import Link, connect
+
+BACKOFF_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Pauses between tries, each shortened at random, so that thousands do not come back as one."""
+
+CONNECT_S = 5.0
+ANSWERED = Callable[[m.AnyMessage], None]
+
+
+class Owner(Protocol):
+    """What the stream needs from the agent."""
+
+    def attachment(self) -> m.Attach:
+        """How to report for duty now (the stream fills in the key and the incarnation)."""
+
+    def attached(self, welcome: m.Attached, *, sent_at: float) -> None:
+        """The master knows us; `sent_at` is when we asked (loop time)."""
+
+    def pushed(self, body: m.AnyMessage) -> None:
+        """The master sent something of its own accord."""
+
+    def refused(self, refusal: m.Refused) -> None:
+        """The master does not want this agent as it is ("stale" or "fenced")."""
+
+    def stream_lost(self, why: str) -> None:
+        """Said once per outage."""
+
+
+class MasterStream:
+    """Keeps the stream and what is outstanding on it."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        address: str,
+        token: bytes,
+        *,
+        tls: ssl.SSLContext | None,
+        first_contact_s: float,
+    ) -> None:
+        self._owner = owner
+        self._address = address
+        self._token = token
+        self._tls = tls
+        self._first_contact_s = first_contact_s
+        self._agent_key = secrets.token_hex(8)
+        self._incarnation = 0
+        self._link: Link | None = None
+        self._is_attached = False
+        self._next_call = 1
+        #: Unanswered requests, oldest first.
+        self._outstanding: dict[int, tuple[m.AnyMessage, str, int, ANSWERED]] = {}
+        self._attach_call = 0
+        self._sent_at = 0.0
+        self._lost = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Stay attached until cancelled. Raises UsageError or AuthError if that can never be."""
+        tries, gives_up_at = 0, self._loop.time() + self._first_contact_s
+        while True:
+            try:
+                self._lost.clear()
+                self._link = await connect(
+                    self._address, self, self._token, tls=self._tls, timeout_s=CONNECT_S
+                )
+                tries = 0
+                self._attach()
+                await self._lost.wait()
+            except RetryableError as exc:
+                if self._incarnation == 0 and self._loop.time() >= gives_up_at:
+                    raise UsageError(
+                        f"the master does not answer: {exc} (tried for {self._first_contact_s:g} s)"
+                    ) from exc
+            except AuthError as exc:
+                raise UsageError(f"the master at {self._address} refused us: {exc}") from exc
+            pause_s = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
+            tries += 1
+            if pause_s:
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    def rejoin(self) -> None:
+        """Come back as a new agent process would."""
+        self._agent_key, self._incarnation = secrets.token_hex(8), 0
+        if self._link is not None and self._link.is_open:
+            self._attach()
+
+    def call(self, body: m.AnyMessage, answered: ANSWERED, session: str = "", seq: int = 0) -> int:
+        """Send a request until it is answered, over as many streams as that takes."""
+        number = self._next_call
+        self._next_call += 1
+        self._outstanding[number] = (body, session, seq, answered)
+        if self._is_attached and self._link is not None:
+            self._link.send(body, number, session, seq)
+        return number
+
+    def forget(self, number: int) -> None:
+        """Whoever asked no longer wants to know."""
+        self._outstanding.pop(number, None)
+
+    def beat(self, beat: m.Beat, answered: ANSWERED) -> None:
+        """Like a call, but an old beat is not worth repeating."""
+        if self._is_attached:
+            self.call(beat, answered)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    # ---- the link's side ------------------------------------------------------------------------
+
+    def opened(self, link: Link) -> None:
+        raise AssertionError("only servers are told of opened links")
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        if link is not self._link:
+            return
+        if frame.call == 0:
+            self._owner.pushed(frame.body)
+        elif frame.call == self._attach_call:
+            self._answered_attach(frame.body)
+        else:
+            entry = self._outstanding.pop(frame.call, None)
+            if entry is not None:
+                entry[3](frame.body)
+
+    def closed(self, link: Link) -> None:
+        if link is not self._link:
+            return
+        was_attached, self._is_attached = self._is_attached, False
+        for number, entry in list(self._outstanding.items()):
+            if isinstance(entry[0], m.Beat):
+                del self._outstanding[number]
+        self._lost.set()
+        if was_attached:
+            self._owner.stream_lost("the stream to the master broke")
+
+    def _attach(self) -> None:
+        assert self._link is not None
+        self._attach_call = self._next_call
+        self._next_call += 1
+        self._sent_at = self._loop.time()
+        attach = self._owner.attachment()
+        self._link.send(
+            m.Attach(
+                agent_key=self._agent_key,
+                rules=attach.rules,
+                nproc=attach.nproc,
+                host=attach.host,
+                store_port=attach.store_port,
+                round=attach.round,
+                node_id=attach.node_id,
+                node_rank=attach.node_rank,
+                incarnation=self._incarnation,
+                topology=attach.topology,
+            ),
+            self._attach_call,
+        )
+
+    def _answered_attach(self, body: m.AnyMessage) -> None:
+        match body:
+            case m.Attached():
+                self._incarnation = body.incarnation
+                self._is_attached = True
+                self._owner.attached(body, sent_at=self._sent_at)
+                assert self._link is not None
+                for number, (request, session, seq, _) in list(self._outstanding.items()):
+                    self._link.send(request, number, session, seq)
+            case m.Refused():
+                self._owner.refused(body)
+            case _:
+                raise ProtocolError(f"{type(body).__name__} does not answer an attach")

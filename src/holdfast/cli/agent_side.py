@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the options of `holdfast run` to one agent: shared by `run` and by nodes it launches."""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.agent.agent import Agent, AgentEnd, AgentSettings
+from holdfast.agent.group import Program
+from holdfast.agent.network import own_address
+from holdfast.agent.output import Write
+from holdfast.agent.processes import RunMode
+from holdfast.cli.console import Console
+from holdfast.cli.run_options import RunOptions, Std, std_of
+from holdfast.core.node.environment import Launch
+from holdfast.model.errors import UsageError
+from holdfast.protocol import messages as m
+from holdfast.runtime import tls
+from holdfast.runtime.observe import Say
+from holdfast.runtime.settings import NodeSettings, environment
+from holdfast.runtime.token import read_token
+
+FIRST_CONTACT_S = 60.0
+"""How long a master that cannot be reached yet is waited for."""
+
+
+def rules_of(options: RunOptions) -> m.JobRules:
+    """What every node of the job must agree on."""
+    return m.JobRules(
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        node_unit=options.node_unit,
+        last_call_s=options.last_call_s,
+        join_timeout_s=options.join_timeout_s,
+        max_restarts=options.max_restarts,
+    )
+
+
+async def run_agent(
+    options: RunOptions,
+    folder: Path,
+    *,
+    node: NodeSettings,
+    console: Console,
+    say: Say,
+    started: Callable[[Agent], None] = lambda agent: None,
+) -> AgentEnd:
+    """Run one agent against `options.master` until its part in the job is over."""
+    assert options.master is not None
+    if options.token_file is None:
+        raise UsageError("the job's token is missing: give --token-file or HOLDFAST_TOKEN_FILE")
+    agent = Agent(_settings(options, folder, node, console), say)
+    _obey_signals(agent, options, node.lifeline)
+    started(agent)
+    return await agent.run()
+
+
+def _settings(
+    options: RunOptions, folder: Path, node: NodeSettings, console: Console
+) -> AgentSettings:
+    assert options.master is not None and options.token_file is not None
+    job = options.job or "job"
+    socket = folder / "agent.sock"
+    if len(str(socket)) > 100:
+        raise UsageError(f"the temporary directory has too long a path for a socket: {folder}")
+    launch = Launch(
+        nproc=options.nproc,
+        role=options.role,
+        run_id=options.rdzv_id or job,
+        max_restarts=options.max_restarts,
+        socket=f"unix:{socket}",
+        token_file=str(options.token_file.absolute()),
+        virtual_local_rank=options.virtual_local_rank,
+    )
+    program = Program(
+        argv=(options.script, *options.script_args),
+        mode=_mode(options),
+        launch=launch,
+        env=environment(),
+        log_dir=(options.log_dir or folder / "logs") / launch.run_id,
+        console=_console(options, console),
+    )
+    return AgentSettings(
+        master=options.master,
+        token=read_token(options.token_file),
+        tls=tls.client_tls(options.tls_ca),
+        rules=rules_of(options),
+        program=program,
+        host=options.local_addr or own_address(options.master),
+        node_rank=-1 if options.node_rank is None else options.node_rank,
+        node_id=node.node_id,
+        runtime_dir=folder,
+        grace_s=options.grace_s,
+        spares=options.spares,
+        excluded_roots=_own_code(options),
+        first_contact_s=FIRST_CONTACT_S,
+    )
+
+
+def _mode(options: RunOptions) -> RunMode:
+    if options.no_python:
+        return RunMode.COMMAND
+    return RunMode.MODULE if options.module else RunMode.SCRIPT
+
+
+def _own_code(options: RunOptions) -> tuple[str, ...]:
+    """Folders with the user's own code: it may be edited between two starts."""
+    roots = {os.getcwd()}
+    if not options.module and not options.no_python:
+        roots.add(str(Path(options.script).resolve().parent))
+    return tuple(sorted(roots))
+
+
+def _console(options: RunOptions, console: Console) -> Callable[[int, bool], Write | None]:
+    """As with torchrun: what is redirected is only in files, unless it is also teed."""
+
+    def choose(local_rank: int, error: bool) -> Write | None:
+        stream = Std.ERR if error else Std.OUT
+        shown = options.local_ranks_filter
+        if shown is not None and local_rank not in shown:
+            return None
+        redirected = stream & std_of(options.redirects, local_rank)
+        if redirected and not stream & std_of(options.tee, local_rank):
+            return None
+        return console.err if error else console.out
+
+    return choose
+
+
+def _obey_signals(agent: Agent, options: RunOptions, lifeline: int) -> None:
+    loop = asyncio.get_running_loop()
+    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *options.signals_to_handle}:
+        loop.add_signal_handler(
+            number, agent.shut_down, f"this node was stopped by {number.name}", 128 + number
+        )
+    if lifeline >= 0:
+
+        def gone() -> None:
+            loop.remove_reader(lifeline)
+            agent.shut_down("whoever started the job is gone", 1)
+
+        loop.add_reader(lifeline, gone)
+
+
+def make_folder() -> Path:
+    """A private folder for sockets, logs and state of one command."""
+    return Path(tempfile.mkdtemp(prefix="holdfast-"))
+
+
+def last_words(end: m.JobEnded, console: Console) -> None:
+    """What the user sees last: the traceback of the first worker that failed."""
+    cause = end.cause
+    if end.ok or cause is None:
+        return
+    text = f"\nThe first failure: rank {cause.rank} on node rank {end.cause_node_rank}"
+    text += f" (pid {cause.pid}) {cause.message}\n"
+    if cause.traceback:
+        text += cause.traceback.rstrip() + "\n"
+    console.err(text.encode())
+    sys.stderr.flush()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A master as a child of `holdfast run`: started again on the same state whenever it dies."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.agent.network import ReservedPort
+from holdfast.agent.output import Stream
+from holdfast.cli.console import Console
+from holdfast.model.errors import StateError
+from holdfast.runtime.observe import Say
+from holdfast.runtime.settings import environment
+from holdfast.runtime.token import make_token
+
+DEATHS_MAX = 10
+DEATHS_WINDOW_S = 60.0
+STOP_S = 30.0
+
+
+class EmbeddedMaster:
+    """Keeps one master process alive until it ends by itself."""
+
+    def __init__(self, arguments: Sequence[str], state: Path, console: Console, say: Say) -> None:
+        # Held for the whole job, so that a restarted master gets the same port.
+        self._port = ReservedPort()
+        self.address = f"127.0.0.1:{self._port.number}"
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.token_file = state / "token"
+        make_token(self.token_file)
+        self._say = say
+        # What masters and the agents they launch print; all of them hold the other ends.
+        self._out = Stream(None, console.out, "")
+        self._err = Stream(None, console.err, "")
+        self._lifeline, self._our_end = os.pipe2(os.O_CLOEXEC)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._command = [
+            *(sys.executable, "-m", "holdfast.cli", "master"),
+            *("--listen", self.address, "--state", str(state)),
+            *("--lifeline", str(self._lifeline)),
+            *arguments,
+        ]
+
+    @property
+    def pid(self) -> int:
+        """Of the present master; 0 before the first."""
+        return self._process.pid if self._process is not None else 0
+
+    async def run(self) -> int:
+        """The exit code of the master that ended by itself; StateError if it only ever dies."""
+        loop = asyncio.get_running_loop()
+        deaths: deque[float] = deque()
+        while True:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._out.worker_end,
+                stderr=self._err.worker_end,
+                env=environment(),
+                pass_fds=[self._lifeline],
+                # A Ctrl-C is for the launcher, which then ends the job in order.
+                start_new_session=True,
+            )
+            code = await _ended(self._process)
+            if code >= 0:
+                return code
+            now = loop.time()
+            deaths.append(now)
+            while deaths[0] < now - DEATHS_WINDOW_S:
+                deaths.popleft()
+            if len(deaths) > DEATHS_MAX:
+                raise StateError(
+                    f"the master died {len(deaths)} times within {DEATHS_WINDOW_S:g} s, "
+                    f"last by signal {-code}"
+                )
+            self._say(f"the master was ended by signal {-code}; starting it again")
+
+    async def stop(self) -> None:
+        """End the master and, through the lifeline, every agent it launched."""
+        os.close(self._our_end)
+        os.close(self._lifeline)
+        if self._process is not None:
+            try:
+                await asyncio.wait_for(_ended(self._process), STOP_S)
+            except TimeoutError:
+                self._process.kill()
+                await _ended(self._process)
+        self._out.close()
+        self._err.close()
+        self._port.close()
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a child, awaited through its pidfd.
+
+    Not asyncio's own subprocesses: those need SIGCHLD, which belongs to the agent in this process.
+    """
+    if process.returncode is not None:
+        return process.returncode
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    pidfd = os.pidfd_open(process.pid)
+    loop.add_reader(pidfd, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    return process.wait()

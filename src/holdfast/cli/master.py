@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`holdfast master`: the control plane of one job, as a process of its own."""
+
+import argparse
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from holdfast.master.process import MasterSettings, run_master
+from holdfast.model.job import JobSpec
+from holdfast.model.node import ExitReason
+from holdfast.platforms.local import LocalPlatform
+from holdfast.ports.platform import Platform
+from holdfast.protocol.messages import JobRules
+from holdfast.runtime.observe import sayer
+from holdfast.runtime.settings import environment
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "master",
+        help="run the control plane of a job",
+        description="Run the control plane of one job. It can be killed and started again on the "
+        "same state directory, here or elsewhere: the job goes on meanwhile.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--job", required=True, help="name of the job")
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where agents connect; port 0 lets the kernel choose (default 127.0.0.1:0)",
+    )
+    parser.add_argument(
+        "--state", required=True, type=Path, metavar="DIR", help="directory of the journal"
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="the job's token (default DIR/token, made if it is missing)",
+    )
+    parser.add_argument(
+        "--http",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where /api/v1/job, /metrics and /healthz are served; 'off' for nowhere "
+        "(default 127.0.0.1:0)",
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate (PEM)")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow an address that is not loopback without certificates",
+    )
+    spec = JobSpec()
+    for name, unit in (
+        ("beat", "seconds between two beats of an agent"),
+        ("silence", "seconds of silence after which an agent is lost"),
+        ("lease", "seconds without contact after which an agent holds its workers still"),
+    ):
+        default = getattr(spec, f"{name}_s")
+        parser.add_argument(
+            f"--{name}", type=float, default=default, metavar="S", help=f"{unit} ({default:g})"
+        )
+    # For `holdfast run`, which starts its master with these; people have no use for them.
+    parser.add_argument("--lifeline", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--launch", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rules", help=argparse.SUPPRESS)
+    parser.add_argument("--spare-nodes", type=int, default=0, help=argparse.SUPPRESS)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    settings = MasterSettings(
+        job=arguments.job,
+        listen=arguments.listen,
+        state=arguments.state,
+        token_file=arguments.token_file,
+        http="" if arguments.http == "off" else arguments.http,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        insecure=arguments.insecure,
+        spec=_spec(arguments),
+    )
+
+    def announce(address: str) -> None:
+        if not arguments.launch and arguments.lifeline < 0:
+            print(f"holdfast master listening on {address}", flush=True)
+
+    def make_platform(_address: str, _token_file: Path) -> Platform:
+        command = [sys.executable, "-m", "holdfast.cli", "node", str(arguments.launch)]
+        folder = arguments.state / "nodes"
+        return LocalPlatform(command, environment(), folder, lifeline=arguments.lifeline)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        end = runner.run(
+            run_master(
+                settings,
+                say=sayer("master"),
+                announce=announce,
+                make_platform=make_platform if arguments.launch else None,
+                lifeline=arguments.lifeline,
+            )
+        )
+    return 0 if end.ok else 1
+
+
+def _spec(arguments: argparse.Namespace) -> JobSpec:
+    spec = JobSpec(beat_s=arguments.beat, silence_s=arguments.silence, lease_s=arguments.lease)
+    if arguments.rules is None:
+        return spec
+    rules = msgspec.json.decode(arguments.rules, type=JobRules)
+    return replace(
+        spec,
+        min_nodes=rules.min_nodes,
+        max_nodes=rules.max_nodes,
+        node_unit=rules.node_unit,
+        last_call_s=rules.last_call_s,
+        join_timeout_s=rules.join_timeout_s,
+        worker_restarts={**spec.worker_restarts, ExitReason.ERROR: rules.max_restarts},
+        managed=True,
+        spare_nodes=arguments.spare_nodes,
+    )

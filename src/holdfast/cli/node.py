@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`holdfast node LAUNCH.json`: one agent, as the local platform starts it. Not for people."""
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from holdfast.cli.agent_side import make_folder, run_agent
+from holdfast.cli.console import Console
+from holdfast.cli.run_options import RunOptions
+from holdfast.runtime.observe import sayer
+from holdfast.runtime.settings import node_settings
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the agent that the launch file describes; who it is, the environment says."""
+    options = msgspec.json.decode(Path(argv[0]).read_bytes(), type=RunOptions)
+    node = node_settings()
+    folder = make_folder()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            end = runner.run(
+                run_agent(
+                    options,
+                    folder,
+                    node=node,
+                    console=Console(),
+                    say=sayer(f"node {node.node_id}"),
+                )
+            )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return end.exit_code

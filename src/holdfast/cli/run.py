@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`holdfast run`: start a job, or this node's part of one."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from holdfast.agent.agent import AgentEnd
+from holdfast.cli.agent_side import last_words, make_folder, rules_of, run_agent
+from holdfast.cli.console import Console
+from holdfast.cli.embedded import EmbeddedMaster
+from holdfast.cli.observer import show_status
+from holdfast.cli.run_options import (
+    RunOptions,
+    check_files,
+    check_script,
+    count_accelerators,
+    parse_run,
+)
+from holdfast.runtime.observe import Say, sayer
+from holdfast.runtime.settings import environment, node_settings
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, check, run; returns the exit code of the command."""
+    env = environment()
+    options = parse_run(
+        argv,
+        env,
+        cpus=len(os.sched_getaffinity(0)),
+        accelerators=count_accelerators(env.get("CUDA_VISIBLE_DEVICES")),
+        job_suffix=secrets.token_hex(2),
+    )
+    check_script(options)
+    check_files(options)
+    say = sayer("holdfast")
+    for note in options.notes:
+        say(note)
+    for ignored in options.ignored:
+        say(f"{ignored.option} has no effect: {ignored.reason}")
+    folder = make_folder()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            end = runner.run(_run(options, folder, say))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if end.exit_code == 0 or options.log_dir is not None or not (folder / "logs").is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        say(f"the output of every rank is in {folder / 'logs'}")
+    return end.exit_code
+
+
+async def _run(options: RunOptions, folder: Path, say: Say) -> AgentEnd:
+    console = Console()
+    if options.master is not None:
+        end = await run_agent(options, folder, node=node_settings(), console=console, say=say)
+    elif options.local_nodes + options.spare_nodes > 1:
+        end = await _run_local_nodes(options, folder, console, say)
+    else:
+        end = await _run_alone(options, folder, console, say)
+    console.status("")
+    if end.end is not None:
+        last_words(end.end, console)
+    if end.exit_code != 0:
+        say(f"the job failed: {end.reason}")
+    return end
+
+
+async def _run_alone(
+    options: RunOptions, folder: Path, console: Console, say: Say
+) -> AgentEnd:
+    """One node: the agent lives in this process, the master in a child of it."""
+    async with _master(options, folder, [], console, say) as (master, ended):
+        own = replace(options, master=master.address, token_file=master.token_file)
+        agent = asyncio.create_task(
+            run_agent(own, folder, node=node_settings(), console=console, say=say)
+        )
+        await asyncio.wait((agent, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not agent.done():
+            # The master ended first: normally because it told the agent that the job has.
+            await asyncio.wait((agent,), timeout=options.grace_s + 10)
+            if not agent.done():
+                agent.cancel()
+                ended.result()
+        return await agent
+
+
+async def _run_local_nodes(
+    options: RunOptions, folder: Path, console: Console, say: Say
+) -> AgentEnd:
+    """Several nodes on this machine: the master launches and replaces their agents."""
+    launch = folder / "launch.json"
+    rules = msgspec.json.encode(rules_of(options)).decode()
+    arguments = [
+        *("--launch", str(launch), "--rules", rules),
+        *("--spare-nodes", str(options.local_nodes + options.spare_nodes - options.max_nodes)),
+    ]
+    async with _master(options, folder, arguments, console, say, launch=launch) as (_, ended):
+        loop = asyncio.get_running_loop()
+        stop: asyncio.Future[signal.Signals] = loop.create_future()
+
+        def stopped(number: signal.Signals) -> None:
+            if not stop.done():
+                stop.set_result(number)
+
+        for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *options.signals_to_handle}:
+            loop.add_signal_handler(number, stopped, number)
+        await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            number = stop.result()
+            return AgentEnd(128 + number, f"it was stopped by {number.name}", None)
+        return AgentEnd(ended.result(), "see above", None)
+
+
+@contextlib.asynccontextmanager
+async def _master(
+    options: RunOptions,
+    folder: Path,
+    arguments: list[str],
+    console: Console,
+    say: Say,
+    *,
+    launch: Path | None = None,
+) -> AsyncIterator[tuple[EmbeddedMaster, asyncio.Task[int]]]:
+    """An embedded master for the time of the block; nothing of it is left afterwards."""
+    state = options.state_dir or folder / "state"
+    assert options.job is not None
+    lease = ("--lease", str(options.lease_s))
+    master = EmbeddedMaster(
+        ["--job", options.job, *lease, *arguments], state, console, say
+    )
+    if launch is not None:
+        node = replace(
+            options,
+            master=master.address,
+            token_file=master.token_file,
+            local_nodes=1,
+            spare_nodes=0,
+        )
+        launch.write_bytes(msgspec.json.encode(node))
+    ended = asyncio.create_task(master.run())
+    status = asyncio.create_task(show_status(master.address, master.token_file, console))
+    try:
+        yield master, ended
+    finally:
+        status.cancel()
+        await master.stop()
+        ended.cancel()
+        await asyncio.gather(status, ended, return_exceptions=True)

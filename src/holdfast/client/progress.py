@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training script tells Holdfast and asks of it, as plain functions.
+
+Keys and barriers belong to the round: a new world starts without those of the one before.
+"""
+
+import functools
+import os
+import time
+
+from holdfast.client.connection import AgentClient, current
+from holdfast.model.errors import UsageError
+from holdfast.protocol import messages as m
+from holdfast.runtime.settings import worker_settings
+from holdfast.worker.progress import ProgressCell
+
+TIMEOUT_S = 300.0
+
+
+def report_step(step: int) -> None:
+    """Say that `step` is finished. Costs no system call; does nothing outside Holdfast."""
+    settings = worker_settings()
+    if settings is not None and settings.progress:
+        _cell(settings.progress).report(step, time.monotonic())
+
+
+def barrier(name: str, size: int, timeout_s: float = TIMEOUT_S) -> int:
+    """Wait until `size` callers have arrived; returns how often this barrier has opened.
+
+    The name can be used again at once. TimedOutError if they do not all come in time.
+    """
+    client = _required()
+    # Drawn per call, so that threads of one process count apart; a repeated request keeps it.
+    member = os.urandom(8).hex()
+    request = m.Barrier(client.scope, name, member, size, timeout_s)
+    return client.ask(request, m.Number, timeout_s).number
+
+
+def kv_set(key: str, value: bytes) -> None:
+    """Give `key` a value that every worker of the round can read."""
+    client = _required()
+    client.ask(m.KvSet(client.scope, key, value), m.Done, TIMEOUT_S)
+
+
+def kv_get(key: str, timeout_s: float = TIMEOUT_S) -> bytes:
+    """The value of `key`; waits until it has one. TimedOutError if that takes too long."""
+    client = _required()
+    answer = client.ask(m.KvGet(client.scope, (key,), timeout_s), m.Values, timeout_s)
+    return answer.values[0]
+
+
+def kv_add(key: str, amount: int) -> int:
+    """Add to the number in `key` (0 if it is missing), exactly once; returns the sum."""
+    client = _required()
+    return client.ask(m.KvAdd(client.scope, key, amount), m.Number, TIMEOUT_S).number
+
+
+@functools.lru_cache(maxsize=1)
+def _cell(path: str) -> ProgressCell:
+    return ProgressCell.open(path)
+
+
+def _required() -> AgentClient:
+    client = current()
+    if client is None:
+        raise UsageError("this process was not started by Holdfast: run it with `holdfast run`")
+    return client

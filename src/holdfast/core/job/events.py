@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything the master's machines can be told: inputs from the driver, and facts of their own."""
+
+from dataclasses import dataclass
+
+from holdfast.core.kernel import Event
+from holdfast.model.ids import NodeId, NodeRank, Round
+from holdfast.model.node import ExitReason, Phase
+from holdfast.model.world import Member, World
+from holdfast.protocol import messages as m
+
+# ---- inputs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MasterStarted(Event):
+    """A master has replayed the journal and begins to serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRequested(Event):
+    """An agent's first message on a new link."""
+
+    link: int
+    call: int
+    attach: m.Attach
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAbsent(Event):
+    """The stream of a node broke. It still counts as alive, and may come back."""
+
+    node_id: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested(Event):
+    node_id: NodeId
+    link: int
+    call: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeatReceived(Event):
+    node_id: NodeId
+    beat: m.Beat
+
+
+@dataclass(frozen=True, slots=True)
+class StartReported(Event):
+    """A node's workers of a round run."""
+
+    node_id: NodeId
+    link: int
+    call: int
+    report: m.WorkersStarted
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOffered(Event):
+    """A node has a store server ready for the next round."""
+
+    node_id: NodeId
+    link: int
+    call: int
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReported(Event):
+    node_id: NodeId
+    link: int
+    call: int
+    report: m.WorkersFailed
+
+
+@dataclass(frozen=True, slots=True)
+class DoneReported(Event):
+    node_id: NodeId
+    link: int
+    call: int
+    report: m.WorkersDone
+
+
+@dataclass(frozen=True, slots=True)
+class KvRequested(Event):
+    """A worker's request, relayed by its agent."""
+
+    node_id: NodeId
+    link: int
+    call: int
+    session: str
+    seq: int
+    body: m.KvCall
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeen(Event):
+    """What the platform says of a node."""
+
+    node_id: NodeId
+    phase: Phase
+    reason: ExitReason | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested(Event):
+    """Somebody with the token asked for the end of the job."""
+
+    link: int
+    call: int
+    reason: str
+
+
+# ---- facts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobOpened(Event):
+    """The first agent brought the rules of the job."""
+
+    rules: m.JobRules
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRaised(Event):
+    """A new master serves; `round` is the world that it found."""
+
+    generation: int
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOrdered(Event):
+    """A node was ordered from the platform."""
+
+    node_id: NodeId
+    node_rank: NodeRank
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReady(Event):
+    """An attached node stands ready for a world. `round` is what it runs now."""
+
+    member: Member
+    round: Round
+    returned: bool
+    """True for the same agent process on a new link."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeExpected(Event):
+    """The node was alive when the last master died, and should come back by itself."""
+
+    node_id: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSilent(Event):
+    """Liveness gives the node up: nothing was heard for too long."""
+
+    node_id: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost(Event):
+    """The node is no longer part of the job."""
+
+    node_id: NodeId
+    node_rank: NodeRank
+    reason: ExitReason
+    message: str
+    proven: bool
+    """True when its processes are known to be dead, not only out of reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseExpired(Event):
+    """A node that went silent has by now stopped its workers by itself."""
+
+    node_id: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class WorldHurt(Event):
+    """A worker of the present round failed, or one of its nodes was lost."""
+
+    round: Round
+    reason: ExitReason
+    message: str
+    node_rank: NodeRank
+    cause: m.FailureInfo | None
+    last_step_ago_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorldBroken(Event):
+    """The verdict on a hurt world: it is over, and the next one may form."""
+
+    round: Round
+    reason: str
+    node_rank: NodeRank
+    last_step_ago_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorldFormed(Event):
+    world: World
+    reason: str
+    planned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorldStarted(Event):
+    """All workers of the round run."""
+
+    round: Round
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorldDone(Event):
+    """Every worker of the round finished with exit code 0."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class WorldImpossible(Event):
+    """No world formed within the join time-out."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished(Event):
+    """The end of the job, for whatever reason."""
+
+    ok: bool
+    reason: str
+    cause: m.FailureInfo | None
+    cause_node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentClosed(Event):
+    """The job steps again after an incident; the stages add up to the recovery time."""
+
+    round: Round
+    reason: str
+    detect_s: float
+    rendezvous_s: float
+    restart_s: float
+    restore_s: float

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The durable changes of a job. Golden journals in tests/wire keep old ones readable."""
+
+import msgspec
+
+from holdfast.core.kernel import Record
+from holdfast.model.world import World
+from holdfast.protocol import messages as m
+
+
+class RulesSet(Record, frozen=True):
+    """The first agent's rules became the job's."""
+
+    rules: m.JobRules
+
+
+class GenerationSet(Record, frozen=True):
+    generation: int
+
+
+class NodePlanned(Record, frozen=True):
+    """A node was ordered from the platform."""
+
+    node_id: int
+    node_rank: int
+
+
+class NodeAdmitted(Record, frozen=True):
+    """An agent process took a node rank."""
+
+    node_id: int
+    node_rank: int
+    incarnation: int
+    agent_key: str
+    nproc: int
+    host: str
+    topology: str = ""
+
+
+class NodePhaseChanged(Record, frozen=True):
+    node_id: int
+    phase: str
+    reason: str = ""
+    message: str = ""
+    proven: bool = True
+    """False while a lost node may still run somewhere: its lease has not expired."""
+
+
+class CountersSet(Record, frozen=True):
+    """For snapshots: identities already given out."""
+
+    next_node_id: int
+    next_incarnation: int
+
+
+class RelaunchCounted(Record, frozen=True):
+    """One unit of a node rank's budget for a failure class was used (`count` in snapshots)."""
+
+    node_rank: int
+    reason: str
+    count: int = 1
+
+
+class RestartCounted(Record, frozen=True):
+    """One unit of the job's budget for a class of worker failure was used."""
+
+    reason: str
+    count: int = 1
+
+
+class WorldAgreed(Record, frozen=True):
+    world: World
+    reason: str
+    planned: bool = False
+
+
+class RoundBroken(Record, frozen=True):
+    round: int
+    reason: str
+
+
+class NodeDone(Record, frozen=True):
+    """The node's workers of the round all finished well."""
+
+    node_id: int
+    round: int
+
+
+class JobClosed(Record, frozen=True):
+    ok: bool
+    reason: str
+    cause: m.FailureInfo | None = None
+    cause_node_rank: int = -1
+
+
+class KvChanged(Record, frozen=True):
+    """Keys got values; the session's answer is kept, so that a repeat gets the same."""
+
+    scope: int
+    keys: tuple[str, ...]
+    values: tuple[bytes, ...]
+    session: str = ""
+    seq: int = 0
+    answer: m.Answer | None = None
+
+
+class KvDropped(Record, frozen=True):
+    scope: int
+    key: str
+    session: str = ""
+    seq: int = 0
+    answer: m.Answer | None = None
+
+
+class QueueChanged(Record, frozen=True):
+    """An element was pushed to the back (`value`) or the front one was taken (None)."""
+
+    scope: int
+    key: str
+    value: bytes | None
+    session: str = ""
+    seq: int = 0
+    answer: m.Answer | None = None
+
+
+class SessionRemembered(Record, frozen=True):
+    """For snapshots: the last answer to a mutating request of a session."""
+
+    scope: int
+    session: str
+    seq: int
+    answer: m.Answer
+
+
+class BarrierReleased(Record, frozen=True):
+    """All members arrived; each participant's session is remembered with the answer."""
+
+    scope: int
+    name: str
+    generation: int
+    sessions: tuple[tuple[str, int], ...] = ()
+
+
+class ScopesDropped(Record, frozen=True):
+    """Keys, queues, barriers and sessions of rounds before `before` are forgotten."""
+
+    before: int
+    nodes: int = 0
+    """How many nodes the world of round `before` has."""
+
+
+class TimeSpent(Record, frozen=True):
+    """Seconds attributed to one use of the job's time."""
+
+    use: str
+    seconds: float
+    until_s: float
+
+
+class StepsSeen(Record, frozen=True):
+    """Progress as last heard: kept at stage changes, not at every beat."""
+
+    step: int
+    steps_total: int
+    step_price_s: float = 0.0
+    """How long a step took, for the price of steps that are done again."""
+
+
+class StageEntered(Record, frozen=True):
+    """What the time is spent on from now on, in which round: a restarted master goes on in it."""
+
+    use: str
+    round: int
+
+
+class IncidentNoted(Record, frozen=True):
+    """An incident and the time its stages took; -1 while a stage is not over."""
+
+    number: int
+    round: int
+    at_s: float
+    reason: str
+    node_rank: int
+    detect_s: float = -1.0
+    rendezvous_s: float = -1.0
+    restart_s: float = -1.0
+    restore_s: float = -1.0
+
+
+AnyRecord = (
+    RulesSet
+    | GenerationSet
+    | NodePlanned
+    | NodeAdmitted
+    | NodePhaseChanged
+    | CountersSet
+    | RelaunchCounted
+    | RestartCounted
+    | WorldAgreed
+    | RoundBroken
+    | NodeDone
+    | JobClosed
+    | KvChanged
+    | KvDropped
+    | QueueChanged
+    | SessionRemembered
+    | BarrierReleased
+    | ScopesDropped
+    | TimeSpent
+    | StepsSeen
+    | StageEntered
+    | IncidentNoted
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes that go into the journal."""
+    return _encoder.encode(record)
+
+
+def decode_record(payload: bytes) -> AnyRecord:
+    """A record from the journal; msgspec.DecodeError if it is none of ours."""
+    return _decoder.decode(payload)

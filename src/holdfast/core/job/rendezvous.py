@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forming worlds: which nodes train together, in which order, and when that changes.
+
+The rules, in the order in which they are asked:
+
+1. A world holds at most `max_nodes`, at least `min_nodes`, and a multiple of `node_unit` nodes. It is
+   never empty. Nodes beyond that wait as spares and step in when a place is free.
+2. Without a running world, one forms as soon as nobody who is expected is missing; if somebody is,
+   the last call gives them `last_call_s` from the moment a world became possible.
+3. A running world is replaced when it breaks, or, if it is healthy, when a larger one is possible.
+4. A world none of whose nodes is left may still be computing behind a network partition: its
+   successor waits until those nodes are proven dead or their leases have expired.
+
+A world is agreed once and pushed; whoever missed the push gets it again when it returns.
+"""
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from holdfast.core.job import events as ev
+from holdfast.core.job import records as rec
+from holdfast.core.job.commands import Push, Reply
+from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
+from holdfast.model.ids import Generation, NodeId, Round
+from holdfast.model.node import ExitReason
+from holdfast.model.world import Member, World, in_order
+from holdfast.protocol import messages as m
+
+GROW_AFTER_S = 1.0
+"""A healthy world that could grow, but not to its maximum, waits this long for more to come."""
+
+
+class Rendezvous:
+    """The present world and those who stand ready for the next."""
+
+    def __init__(self) -> None:
+        self._rules: m.JobRules | None = None
+        # Durable.
+        self._generation = Generation(0)
+        self._round = Round(0)
+        self._world: World | None = None
+        self._broken = ""
+        self._done: set[NodeId] = set()
+        self._why = ""
+        self._planned = False
+        #: Derived from the world: the position and the first worker rank of each node.
+        self._index: dict[NodeId, int] = {}
+        self._offsets: dict[NodeId, int] = {}
+        # Volatile: rebuilt as the agents attach.
+        self._ready: dict[NodeId, Member] = {}
+        self._absent: set[NodeId] = set()
+        #: Nodes of the last world that went silent and whose leases still run.
+        self._leased: set[NodeId] = set()
+        self._started: set[NodeId] = set()
+        #: What the next world will be formed for.
+        self._next_why = "the job starts"
+        self._last_call_at: float | None = None
+        self._give_up_at: float | None = None
+        self._ended = False
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> Outcome:
+        match event:
+            case ev.NodeReady():
+                return self._node_ready(event, now)
+            case ev.NodeAbsent() | ev.NodeSilent():
+                # A node that left or was lost has no place to keep when its stream closes.
+                if self._ready.pop(event.node_id, None) is not None:
+                    self._absent.add(event.node_id)
+                return NOTHING
+            case ev.NodeExpected():
+                self._absent.add(event.node_id)
+                return NOTHING
+            case ev.NodeLost():
+                return self._node_lost(event, now)
+            case ev.FailureReported() | ev.DoneReported() | ev.StartReported():
+                return self._reported(event, now)
+            case ev.StoreOffered():
+                return self._store_offered(event)
+            case ev.LeaseExpired():
+                self._leased.discard(event.node_id)
+                return self._form(now)
+            case Tick():
+                return self._tick(now)
+            case _:
+                return self._job_event(event, now)
+
+    def _job_event(self, event: Event, now: float) -> Outcome:
+        match event:
+            case ev.JobOpened():
+                self._rules = event.rules
+                if not self._is_healthy():
+                    self._give_up_at = now + event.rules.join_timeout_s
+            case ev.MasterStarted():
+                outcome = Outcome()
+                commit(self, outcome, rec.GenerationSet(self._generation + 1))
+                outcome.facts.append(ev.GenerationRaised(self._generation, self._round))
+                return outcome
+            case ev.WorldBroken():
+                return self._broke(event, now)
+            case ev.JobFinished():
+                self._ended = True
+        return NOTHING
+
+    def _node_ready(self, event: ev.NodeReady, now: float) -> Outcome:
+        member = event.member
+        self._ready[member.node_id] = member
+        self._absent.discard(member.node_id)
+        self._leased.discard(member.node_id)
+        outcome = Outcome()
+        if self._in_world(member):
+            if self._broken:
+                outcome.commands.append(Push(member.node_id, self._stop_work()))
+            elif event.round != self._round and member.node_id not in self._done:
+                outcome.commands.append(Push(member.node_id, self._run_world(member)))
+        elif event.round:
+            # It runs workers of a world it has no place in any more.
+            outcome.commands.append(Push(member.node_id, self._stop_work()))
+        if not event.returned and self._world is not None and not self._broken:
+            self._next_why = f"node rank {member.node_rank} joined"
+        outcome.add(self._form(now))
+        return outcome
+
+    def _in_world(self, member: Member) -> bool:
+        index = self._index.get(member.node_id)
+        return (
+            self._world is not None
+            and index is not None
+            and self._world.members[index].incarnation == member.incarnation
+        )
+
+    def _node_lost(self, event: ev.NodeLost, now: float) -> Outcome:
+        self._ready.pop(event.node_id, None)
+        self._absent.discard(event.node_id)
+        if event.node_id not in self._index or event.node_id in self._done:
+            return self._form(now)
+        if event.proven:
+            self._leased.discard(event.node_id)
+        else:
+            self._leased.add(event.node_id)
+        outcome = Outcome()
+        if not self._broken:
+            message = f"node rank {event.node_rank} was lost: {event.message}"
+            outcome.facts.append(
+                ev.WorldHurt(self._round, event.reason, message, event.node_rank, None, -1.0)
+            )
+            return outcome
+        outcome.add(self._form(now))
+        return outcome
+
+    def _broke(self, event: ev.WorldBroken, now: float) -> Outcome:
+        if event.round != self._round or self._broken or self._ended:
+            return NOTHING
+        outcome = Outcome()
+        commit(self, outcome, rec.RoundBroken(self._round, event.reason))
+        assert self._rules is not None
+        self._last_call_at = None
+        self._give_up_at = now + self._rules.join_timeout_s
+        formed = self._form(now)
+        if not formed.facts:
+            # Nobody may go on computing in a world that is over.
+            for node_id in self._ready:
+                outcome.commands.append(Push(node_id, self._stop_work()))
+        outcome.add(formed)
+        return outcome
+
+    def _reported(
+        self, event: ev.FailureReported | ev.DoneReported | ev.StartReported, now: float
+    ) -> Outcome:
+        """Only what is said of the present round counts; a late report is acknowledged, no more."""
+        outcome = Outcome()
+        current = event.report.round == self._round and event.node_id in self._index
+        if isinstance(event, ev.StartReported):
+            member = self._ready.get(event.node_id)
+            if member is not None:
+                port = event.report.store_port
+                self._ready[event.node_id] = replace(member, store_port=port, store_hosted=False)
+            if current and not self._broken:
+                self._started.add(event.node_id)
+                if len(self._started) == len(self._index):
+                    outcome.facts.append(ev.WorldStarted(self._round, event.report.how))
+        elif isinstance(event, ev.DoneReported) and current and not self._broken:
+            commit(self, outcome, rec.NodeDone(event.node_id, self._round))
+            if len(self._done) == len(self._index):
+                outcome.facts.append(ev.WorldDone(self._round))
+        elif isinstance(event, ev.FailureReported) and current and not self._broken:
+            assert self._world is not None
+            first = event.report.failures[0]
+            member = self._world.members[self._index[event.node_id]]
+            message = f"rank {first.rank} on node rank {member.node_rank} {first.message}"
+            outcome.facts.append(
+                ev.WorldHurt(
+                    self._round,
+                    _known_reason(first.reason),
+                    message,
+                    member.node_rank,
+                    first,
+                    first.last_step_ago_s,
+                )
+            )
+        outcome.commands.append(Reply(event.link, event.call, m.Done()))
+        return outcome
+
+    def _store_offered(self, event: ev.StoreOffered) -> Outcome:
+        member = self._ready.get(event.node_id)
+        if member is not None:
+            offer = replace(member, store_port=event.port, store_hosted=True)
+            self._ready[event.node_id] = offer
+        return Outcome(commands=[Reply(event.link, event.call, m.Done())])
+
+    def _tick(self, now: float) -> Outcome:
+        if self._give_up_at is not None and self._give_up_at <= now:
+            self._give_up_at = None
+            assert self._rules is not None
+            reason = (
+                f"no world formed within {self._rules.join_timeout_s:g} s: "
+                f"{len(self._ready)} of at least {self._rules.min_nodes} nodes are ready"
+            )
+            return Outcome(facts=[ev.WorldImpossible(reason)])
+        return self._form(now)
+
+    # ---- forming a world ------------------------------------------------------------------------
+
+    def _form(self, now: float) -> Outcome:
+        """Form a world if the rules allow one now; arm the last call if only patience is missing."""
+        size = self._possible_size()
+        running = self._world is not None and not self._broken
+        if self._ended or size == 0 or self._blocked_by_leases():
+            self._last_call_at = None
+            return NOTHING
+        assert self._world is not None or not running
+        if running and (size <= len(self._index) or self._done):
+            # Nothing to gain; and work that is finished is not started again for a newcomer.
+            self._last_call_at = None
+            return NOTHING
+        if not self._complete(size) or (running and self._absent):
+            if self._last_call_at is None:
+                assert self._rules is not None
+                patience_s = GROW_AFTER_S if running else self._rules.last_call_s
+                self._last_call_at = now + patience_s
+            if now < self._last_call_at:
+                return NOTHING
+        return self._agree(size, planned=running)
+
+    def _possible_size(self) -> int:
+        """How many nodes the next world would have; 0 if there can be none."""
+        rules = self._rules
+        if rules is None:
+            return 0
+        size = min(len(self._ready), rules.max_nodes)
+        size -= size % rules.node_unit
+        return size if size >= max(rules.min_nodes, 1) else 0
+
+    def _complete(self, size: int) -> bool:
+        """Whether nobody who is expected is missing."""
+        assert self._rules is not None
+        if size == self._rules.max_nodes - self._rules.max_nodes % self._rules.node_unit:
+            return True
+        # Before the first world everybody up to the maximum is expected; later, those we know.
+        return self._round > 0 and not self._absent and not self._is_healthy()
+
+    def _is_healthy(self) -> bool:
+        return self._world is not None and not self._broken
+
+    def _blocked_by_leases(self) -> bool:
+        """Rule 4: a world that lost all its nodes at once may not be dead at all."""
+        return bool(self._leased) and not any(node_id in self._ready for node_id in self._index)
+
+    def _agree(self, size: int, *, planned: bool) -> Outcome:
+        # Members of the running world come first, so that a newcomer never pushes one out.
+        chosen = sorted(
+            self._ready.values(),
+            key=lambda member: (
+                planned and member.node_id not in self._index,
+                member.node_rank,
+            ),
+        )[:size]
+        outcome = Outcome()
+        commit(
+            self,
+            outcome,
+            rec.WorldAgreed(
+                World(
+                    round=Round(self._round + 1),
+                    generation=Generation(self._generation + 1),
+                    members=tuple(in_order(chosen)),
+                ),
+                self._next_why,
+                planned,
+            ),
+        )
+        world = self._world
+        assert world is not None
+        self._last_call_at = self._give_up_at = None
+        outcome.facts.append(ev.WorldFormed(world, self._why, planned))
+        size_workers = world.size
+        for group_rank, member in enumerate(world.members):
+            message = self._run_message(world, group_rank, member, size_workers)
+            outcome.commands.append(Push(member.node_id, message))
+        return outcome
+
+    def _run_world(self, member: Member) -> m.RunWorld:
+        assert self._world is not None
+        index = self._index[member.node_id]
+        return self._run_message(self._world, index, member, self._world.size)
+
+    def _run_message(
+        self, world: World, group_rank: int, member: Member, world_size: int
+    ) -> m.RunWorld:
+        first = world.members[0]
+        return m.RunWorld(
+            round=world.round,
+            generation=world.generation,
+            group_rank=group_rank,
+            group_size=len(world.members),
+            rank_offset=self._offsets[member.node_id],
+            world_size=world_size,
+            store_host=first.host,
+            store_port=first.store_port,
+            store_hosted=first.store_hosted,
+            restarts=world.round - 1,
+            reason=self._why,
+            planned=self._planned,
+        )
+
+    def _stop_work(self) -> m.StopWork:
+        return m.StopWork(self._round, self._broken or "this node has no place in the world")
+
+    def deadline(self) -> float | None:
+        if self._ended:
+            return None
+        if self._last_call_at is None:
+            return self._give_up_at
+        if self._give_up_at is None:
+            return self._last_call_at
+        return min(self._last_call_at, self._give_up_at)
+
+    # ---- durable state --------------------------------------------------------------------------
+
+    def apply(self, record: Record) -> None:
+        match record:
+            case rec.GenerationSet():
+                self._generation = Generation(record.generation)
+            case rec.WorldAgreed():
+                self._world = record.world
+                self._round, self._generation = record.world.round, record.world.generation
+                self._index = {member.node_id: i for i, member in enumerate(record.world.members)}
+                self._offsets = record.world.rank_offsets()
+                self._broken = ""
+                self._why, self._planned = record.reason, record.planned
+                self._done = set()
+                self._started = set()
+                self._leased = set()
+            case rec.RoundBroken():
+                self._broken = self._next_why = record.reason
+            case rec.NodeDone():
+                self._done.add(NodeId(record.node_id))
+            case _:
+                raise TypeError(f"{record!r} is not a record of the rendezvous")
+
+    def snapshot(self) -> Iterable[Record]:
+        if self._world is not None:
+            yield rec.WorldAgreed(self._world, self._why, self._planned)
+            if self._broken:
+                yield rec.RoundBroken(self._round, self._broken)
+            for node_id in sorted(self._done):
+                yield rec.NodeDone(node_id, self._round)
+        yield rec.GenerationSet(self._generation)
+
+    def view(self) -> dict[str, object]:
+        """The world as people see it."""
+        members = self._world.members if self._world is not None else ()
+        return {
+            "round": self._round,
+            "generation": self._generation,
+            "state": self._state_word(),
+            "reason": self._broken or self._why or self._next_why,
+            "nodes": [member.node_rank for member in members],
+            "world_size": self._world.size if self._world is not None else 0,
+            "spares": sorted(
+                member.node_rank
+                for member in self._ready.values()
+                if member.node_id not in self._index
+            ),
+        }
+
+    def _state_word(self) -> str:
+        if self._world is None:
+            return "waiting for nodes"
+        return "broken" if self._broken else "running"
+
+
+def _known_reason(word: str) -> ExitReason:
+    """An agent of a newer version may know classes of failure that we do not."""
+    return ExitReason(word) if word in frozenset(ExitReason) else ExitReason.UNKNOWN

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker group of one node: which round it runs, how it ends, and what comes next.
+
+The group is always heading somewhere: to the workers of a round, to nothing (waiting for the next
+world), or to the exit of the agent. Whatever it is heading to begins only when every process of
+what it leaves behind has ended, so that two rounds never run at once on one node.
+"""
+
+from collections.abc import Iterable
+
+from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
+from holdfast.core.node import events as ev
+from holdfast.model.node import ExitReason, classify_exit
+from holdfast.protocol import messages as m
+
+STOPPED_S = 5.0
+"""How long a worker may stand still after a SIGSTOP that was not ours, e.g. under a debugger."""
+
+_SIGNAL_NAMES = {
+    1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL",
+    11: "SIGSEGV", 13: "SIGPIPE", 15: "SIGTERM", 19: "SIGSTOP", 20: "SIGTSTP", 24: "SIGXCPU",
+}  # fmt: skip
+
+
+class Workers:
+    """The worker group. Nothing is durable: the agent's death ends its workers too."""
+
+    def __init__(self, nproc: int) -> None:
+        self._nproc = nproc
+        #: The round whose workers run or start here; None when none do.
+        self._run: m.RunWorld | None = None
+        #: The newest round that was ever taken up here.
+        self._newest_round = 0
+        self._next: m.RunWorld | None = None
+        self._is_starting = False
+        self._is_ending = False
+        self._live: set[int] = set()
+        self._exited: set[int] = set()
+        self._stopped: dict[int, float] = {}
+        self._lease_until: float | None = None
+        self._is_held = False
+        self._exit: ev.ExitAgent | None = None
+        self._rejoins = False
+
+    @property
+    def round(self) -> int:
+        """The round whose workers run here, as the master is told on attach; 0 if none do."""
+        return self._run.round if self._run is not None and not self._is_ending else 0
+
+    def handle(self, event: Event, now: float) -> Outcome:
+        match event:
+            case ev.WorldReceived():
+                return self._world(event.run)
+            case ev.StopReceived():
+                return self._head_for(None, gently=False)
+            case ev.StartFinished():
+                return self._started(event)
+            case ev.WorkerExited():
+                return self._exited_one(event)
+            case ev.WorkerStopped():
+                self._stopped[event.local_rank] = now + STOPPED_S
+            case ev.WorkerContinued():
+                self._stopped.pop(event.local_rank, None)
+            case ev.LeaseRenewed():
+                return self._renew(event.until)
+            case Tick():
+                return self._tick(now)
+            case _:
+                return self._going(event)
+        return NOTHING
+
+    def _going(self, event: Event) -> Outcome:
+        """Events after which this agent, or its present identity, is over."""
+        if self._exit is not None:
+            if isinstance(event, ev.ShutdownRequested):
+                return self._end_workers(gently=False)  # Asked twice: no more patience.
+            return NOTHING
+        outcome = Outcome()
+        match event:
+            case ev.EndReceived():
+                code = 0 if event.end.ok else 1
+                self._exit = ev.ExitAgent(code, event.end.reason, event.end)
+                outcome.add(self._head_for(None, gently=True))
+            case ev.FencedOff():
+                self._exit = ev.ExitAgent(1, event.reason, None)
+                outcome.add(self._head_for(None, gently=False))
+            case ev.ShutdownRequested():
+                self._exit = ev.ExitAgent(event.exit_code, event.reason, None)
+                outcome.commands.append(ev.Report(m.Leave(event.reason)))
+                outcome.add(self._head_for(None, gently=True))
+            case ev.GivenUp():
+                self._rejoins = True
+                self._newest_round = 0
+                outcome.add(self._head_for(None, gently=False))
+        return outcome
+
+    def _world(self, run: m.RunWorld) -> Outcome:
+        if run.round <= self._newest_round or self._exit is not None:
+            return NOTHING
+        self._newest_round = run.round
+        return self._head_for(run, gently=run.planned)
+
+    def _head_for(self, run: m.RunWorld | None, *, gently: bool) -> Outcome:
+        self._next = run
+        if self._run is None:
+            return self._settle()
+        return self._end_workers(gently=gently)
+
+    def _end_workers(self, *, gently: bool) -> Outcome:
+        if self._run is None:
+            return self._settle()
+        outcome = Outcome(commands=[ev.EndWorkers(gently)])
+        self._is_ending = True
+        self._stopped.clear()
+        if self._is_held:
+            # Held processes cannot act on SIGTERM.
+            self._is_held = False
+            outcome.commands.append(ev.ResumeWorkers())
+        outcome.add(self._settle())
+        return outcome
+
+    def _settle(self) -> Outcome:
+        """Begin what comes next, once nothing of the present is left."""
+        if self._is_starting or self._live:
+            return NOTHING
+        self._run, self._is_ending = None, False
+        outcome = Outcome()
+        if self._exit is not None:
+            outcome.commands.append(self._exit)
+        elif self._rejoins:
+            self._rejoins = False
+            outcome.commands.append(ev.Rejoin())
+        elif self._next is not None:
+            self._run, self._next = self._next, None
+            self._is_starting, self._exited = True, set()
+            outcome.commands.append(ev.StartWorkers(self._run))
+        return outcome
+
+    def _started(self, event: ev.StartFinished) -> Outcome:
+        self._is_starting = False
+        self._live |= event.started - self._exited
+        if self._is_ending:
+            # The end was decided while the start was under way: reach the latest ones too.
+            outcome = Outcome(commands=[ev.EndWorkers(gently=False)])
+            outcome.add(self._settle())
+            return outcome
+        assert self._run is not None
+        if event.problem:
+            failure = self._failure(-1, 0, None, None, ExitReason.UNKNOWN, event.problem)
+            return self._fail(failure)
+        report = m.WorkersStarted(event.round, 0, event.how, event.took_s)
+        outcome = Outcome(commands=[ev.Report(report)])
+        if not self._live and len(self._exited) == self._nproc:
+            outcome.commands.append(ev.Report(m.WorkersDone(event.round)))
+        return outcome
+
+    def _exited_one(self, event: ev.WorkerExited) -> Outcome:
+        self._live.discard(event.local_rank)
+        self._exited.add(event.local_rank)
+        self._stopped.pop(event.local_rank, None)
+        if self._run is None or self._is_ending:
+            return self._settle()
+        if event.code == 0:
+            if not self._live and not self._is_starting and len(self._exited) == self._nproc:
+                return Outcome(commands=[ev.Report(m.WorkersDone(self._run.round))])
+            return NOTHING
+        reason = classify_exit(event.code, event.signal)
+        message = event.message or _how_it_ended(event)
+        failure = self._failure(
+            event.local_rank,
+            event.pid,
+            event.code,
+            event.signal,
+            reason,
+            message,
+            event.traceback,
+            event.last_step_ago_s,
+        )
+        return self._fail(failure)
+
+    def _failure(
+        self,
+        local_rank: int,
+        pid: int,
+        code: int | None,
+        signal: int | None,
+        reason: ExitReason,
+        message: str,
+        traceback: str = "",
+        last_step_ago_s: float = -1.0,
+    ) -> m.FailureInfo:
+        assert self._run is not None
+        return m.FailureInfo(
+            rank=self._run.rank_offset + max(local_rank, 0),
+            local_rank=local_rank,
+            pid=pid,
+            exit_code=code,
+            signal=signal,
+            reason=reason,
+            message=message,
+            traceback=traceback,
+            last_step_ago_s=last_step_ago_s,
+        )
+
+    def _fail(self, failure: m.FailureInfo) -> Outcome:
+        """Report the first failure at once; the others of this group are its consequences."""
+        assert self._run is not None
+        report = m.WorkersFailed(self._run.round, (failure,))
+        outcome = Outcome(commands=[ev.Report(report)])
+        outcome.add(self._head_for(self._next, gently=False))
+        return outcome
+
+    def _renew(self, until: float) -> Outcome:
+        self._lease_until = until
+        if not self._is_held:
+            return NOTHING
+        self._is_held = False
+        return Outcome(
+            commands=[ev.ResumeWorkers(), ev.Tell("the master answers again: the workers go on")]
+        )
+
+    def _tick(self, now: float) -> Outcome:
+        outcome = Outcome()
+        if self._holds_at() is not None and self._lease_until is not None:
+            if self._lease_until <= now:
+                self._is_held = True
+                text = "the master has not answered for the whole lease: the workers are held still"
+                outcome.commands += [ev.HoldWorkers(), ev.Tell(text)]
+        for local_rank, at in list(self._stopped.items()):
+            if at <= now and not self._is_ending and self._run is not None:
+                message = f"was stopped by a signal and did not continue within {STOPPED_S:g} s"
+                failure = self._failure(
+                    local_rank, 0, None, None, ExitReason.STALLED, message
+                )
+                outcome.add(self._fail(failure))
+                break
+        return outcome
+
+    def _holds_at(self) -> float | None:
+        """When the workers must be held still; None if there is nothing to hold."""
+        if self._is_held or self._run is None or self._is_ending:
+            return None
+        return self._lease_until
+
+    def deadline(self) -> float | None:
+        times = [*self._stopped.values()]
+        holds_at = self._holds_at()
+        if holds_at is not None:
+            times.append(holds_at)
+        return min(times, default=None)
+
+    def apply(self, record: Record) -> None:
+        raise TypeError(f"{record!r}: an agent keeps no records")
+
+    def snapshot(self) -> Iterable[Record]:
+        return ()
+
+
+def _how_it_ended(event: ev.WorkerExited) -> str:
+    if event.signal is not None:
+        return f"was ended by {_SIGNAL_NAMES.get(event.signal, f'signal {event.signal}')}"
+    return f"exited with code {event.code}"

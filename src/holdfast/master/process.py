@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One master, from its state directory to the end of its job."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.job import events as ev
+from holdfast.core.job import flow
+from holdfast.core.job.records import decode_record, encode_record
+from holdfast.master import notes
+from holdfast.master.http import HttpServer
+from holdfast.master.service import Service
+from holdfast.model.errors import StateError
+from holdfast.model.job import JobSpec
+from holdfast.ports.journal import Entry
+from holdfast.ports.platform import Platform
+from holdfast.protocol import messages as m
+from holdfast.runtime import tls
+from holdfast.runtime.journal import SqliteJournal
+from holdfast.runtime.loop import Driver, JobClock
+from holdfast.runtime.observe import Say, wall_clock
+from holdfast.runtime.token import make_token
+from holdfast.runtime.transport import listen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterSettings:
+    """Everything a master is told when it starts."""
+
+    job: str
+    listen: str
+    state: Path
+    token_file: Path | None
+    """None: `state`/token, made if it is missing."""
+    http: str
+    """HOST:PORT for people and Prometheus; empty for none."""
+    tls_cert: Path | None
+    tls_key: Path | None
+    insecure: bool
+    spec: JobSpec
+
+
+async def run_master(
+    settings: MasterSettings,
+    *,
+    say: Say,
+    announce: Callable[[str], None],
+    make_platform: Callable[[str, Path], Platform] | None = None,
+    lifeline: int = -1,
+) -> m.JobEnded:
+    """Serve the job until it ends. Raises StateError or UsageError if it cannot.
+
+    `make_platform` gets the master's address and the token file. When `lifeline` reaches
+    end-of-file, whoever started this master is gone, and it stops.
+    """
+    settings.spec.validate()
+    tls.require_tls(
+        settings.listen, has_tls=settings.tls_cert is not None, insecure=settings.insecure
+    )
+    journal = SqliteJournal.open(settings.state, job=settings.job)
+    try:
+        return await _serve(settings, journal, say, announce, make_platform, lifeline)
+    finally:
+        journal.close()
+
+
+async def _serve(
+    settings: MasterSettings,
+    journal: SqliteJournal,
+    say: Say,
+    announce: Callable[[str], None],
+    make_platform: Callable[[str, Path], Platform] | None,
+    lifeline: int,
+) -> m.JobEnded:
+    token_file = settings.token_file or settings.state / "token"
+    token = make_token(token_file)
+    entries = journal.load()
+    job_core = flow.build(settings.spec, settings.job)
+    _replay(job_core, entries)
+    clock = JobClock(entries, wall_clock())
+    loop = asyncio.get_running_loop()
+    fatal: asyncio.Future[m.JobEnded] = loop.create_future()
+
+    def failed(exc: StateError) -> None:
+        if not fatal.done():
+            fatal.set_exception(exc)
+
+    service = Service(settings.job, job_core, now=clock.now, say=say)
+    driver = Driver(
+        job_core.core,
+        journal,
+        clock=clock.now,
+        wall=wall_clock,
+        encode=encode_record,
+        execute=service.execute,
+        observe=service.observe,
+        failed=failed,
+    )
+    service.connect_core(driver.feed)
+    server_tls = tls.server_tls(settings.tls_cert, settings.tls_key)
+    server = await listen(settings.listen, service, token, tls=server_tls)
+    http = await HttpServer.start(settings.http, service.view, token) if settings.http else None
+    platform = make_platform(server.address, token_file) if make_platform else None
+    note = notes.write(settings, server.address, http.address if http else "", token_file)
+    watch = None
+    try:
+        if platform is not None:
+            watch = loop.create_task(_watch(platform, driver))
+            service.use_platform(platform)
+        driver.feed(ev.MasterStarted())
+        _stop_on_signals(driver, lifeline)
+        announce(server.address)
+        done, _ = await asyncio.wait(
+            (service.finished, fatal), return_when=asyncio.FIRST_COMPLETED
+        )
+        await driver.drain()
+        return done.pop().result()
+    finally:
+        driver.stop()
+        if watch is not None:
+            watch.cancel()
+        if platform is not None:
+            await platform.close()
+        if http is not None:
+            await http.close()
+        await server.close()
+        note.unlink(missing_ok=True)
+
+
+def _replay(job_core: flow.JobCore, entries: list[Entry]) -> None:
+    for number, entry in enumerate(entries):
+        try:
+            job_core.core.replay(decode_record(entry.payload))
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as exc:
+            raise StateError(
+                f"record {number} of the journal cannot be understood ({exc}): it was written by a "
+                "newer Holdfast or is damaged; nothing was changed"
+            ) from exc
+
+
+async def _watch(platform: Platform, driver: Driver) -> None:
+    async for seen in platform.watch():
+        driver.feed(ev.NodeSeen(seen.node_id, seen.phase, seen.reason, seen.message))
+
+
+def _stop_on_signals(driver: Driver, lifeline: int) -> None:
+    """A stopped master ends its job: whoever wants to keep it kills the master, or restarts it."""
+    loop = asyncio.get_running_loop()
+
+    def stop(reason: str) -> None:
+        driver.feed(ev.StopRequested(-1, 0, reason))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, f"the master was stopped by {number.name}")
+    if lifeline >= 0:
+
+        def gone() -> None:
+            loop.remove_reader(lifeline)
+            stop("whoever started the job is gone")
+
+        loop.add_reader(lifeline, gone)

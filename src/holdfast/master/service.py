@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The master's links: frames become events, commands become frames."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import cast
+
+import msgspec
+
+from holdfast.core.job import commands as cmd
+from holdfast.core.job import events as ev
+from holdfast.core.job.flow import JobCore
+from holdfast.core.kernel import Command, Event
+from holdfast.master.stories import tell
+from holdfast.model.ids import NodeId
+from holdfast.ports.platform import Order, Platform
+from holdfast.protocol import messages as m
+from holdfast.protocol.services import FROM_WORKERS
+from holdfast.runtime.observe import Say
+from holdfast.runtime.transport import Link
+
+NOBODY = NodeId(-1)
+"""The node of a link that is no agent's: an observer, or a tool."""
+
+FAREWELL_S = 15.0
+"""How long a finished master waits for its agents to hang up."""
+
+
+_DONE = m.Done()
+
+
+class Service:
+    """Who is connected, and the way between links and the core."""
+
+    def __init__(
+        self,
+        job: str,
+        core: JobCore,
+        *,
+        now: Callable[[], float],
+        say: Say,
+    ) -> None:
+        self._job = job
+        self._core = core
+        self._now = now
+        self._say = say
+        self._platform: Platform | None = None
+        self._feed: Callable[[Event], None] = lambda event: None
+        self._links: dict[int, Link] = {}
+        self._node_of: dict[int, NodeId] = {}
+        self._link_of: dict[NodeId, Link] = {}
+        self._followers: dict[int, Link] = {}
+        self._errands: set[asyncio.Task[None]] = set()
+        self.finished: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
+        self._all_gone = asyncio.Event()
+
+    def connect_core(self, feed: Callable[[Event], None]) -> None:
+        """Where events go. Set once, before anything is served."""
+        self._feed = feed
+
+    def use_platform(self, platform: Platform) -> None:
+        """Who launches and removes nodes, in a job that is managed."""
+        self._platform = platform
+
+    def view(self) -> dict[str, object]:
+        """The job as /api/v1/job and `holdfast status` show it."""
+        return {
+            "job": self._job,
+            "time_s": round(self._now(), 3),
+            "attached": len(self._link_of),
+            **self._core.view(self._now()),
+        }
+
+    # ---- frames in ------------------------------------------------------------------------------
+
+    def opened(self, link: Link) -> None:
+        self._links[link.number] = link
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        body = frame.body
+        if isinstance(body, m.Beat):
+            node_id = self._node_of.get(link.number)
+            if node_id is not None:
+                self._feed(ev.BeatReceived(node_id, body))
+                link.send(_DONE, frame.call)
+        elif type(body) in FROM_WORKERS:
+            node_id = self._node_of.get(link.number, NOBODY)
+            request = cast(m.KvCall, body)
+            self._feed(
+                ev.KvRequested(
+                    node_id, link.number, frame.call, frame.session, frame.seq, request
+                )
+            )
+        elif isinstance(body, m.Attach):
+            self._feed(ev.AttachRequested(link.number, frame.call, body))
+        elif isinstance(body, m.Observe):
+            self._observe(link, frame.call, body)
+        elif isinstance(body, m.StopJob):
+            self._feed(ev.StopRequested(link.number, frame.call, body.reason))
+        else:
+            self._from_agent(link, frame.call, body)
+
+    def _from_agent(self, link: Link, call: int, body: m.AnyMessage) -> None:
+        node_id = self._node_of.get(link.number)
+        if node_id is None:
+            refusal = f"{type(body).__name__} came before the agent was attached"
+            link.send(m.Refused("rejected", refusal), call)
+            return
+        match body:
+            case m.WorkersStarted():
+                self._feed(ev.StartReported(node_id, link.number, call, body))
+            case m.StoreOffered():
+                self._feed(ev.StoreOffered(node_id, link.number, call, body.port))
+            case m.WorkersFailed() if body.failures:
+                self._feed(ev.FailureReported(node_id, link.number, call, body))
+            case m.WorkersDone():
+                self._feed(ev.DoneReported(node_id, link.number, call, body))
+            case m.Leave():
+                self._feed(ev.LeaveRequested(node_id, link.number, call, body.reason))
+            case _:
+                refusal = f"{type(body).__name__} is not a request"
+                link.send(m.Refused("rejected", refusal), call)
+
+    def closed(self, link: Link) -> None:
+        self._links.pop(link.number, None)
+        self._followers.pop(link.number, None)
+        node_id = self._node_of.pop(link.number, None)
+        if node_id is not None and self._link_of.get(node_id) is link:
+            del self._link_of[node_id]
+            if not self._link_of:
+                self._all_gone.set()
+            self._feed(ev.NodeAbsent(node_id))
+
+    def _observe(self, link: Link, call: int, body: m.Observe) -> None:
+        if body.follow:
+            self._followers[link.number] = link
+        link.send(m.Observed(msgspec.json.encode(self.view())), call)
+
+    def observe(self, event: Event, now: float) -> None:
+        """Say what happened, here and to those who follow."""
+        text = tell(event)
+        if not text:
+            return
+        self._say(text)
+        story = m.Story(now, type(event).__name__, text, {})
+        for link in self._followers.values():
+            link.send(story)
+
+    # ---- commands out ---------------------------------------------------------------------------
+
+    def execute(self, command: Command) -> None:
+        """Do what the core decided. Everything it decided from is durable by now."""
+        match command:
+            case cmd.Push():
+                link = self._link_of.get(command.node_id)
+                if link is not None:
+                    link.send(command.body)
+            case cmd.Reply():
+                link = self._links.get(command.link)
+                if link is not None:
+                    link.send(command.body, command.call)
+            case cmd.Bind():
+                self._bind(command)
+            case cmd.Drop():
+                link = self._link_of.pop(command.node_id, None)
+                if link is not None:
+                    self._node_of.pop(link.number, None)
+                    link.close()
+            case cmd.LaunchNode() if self._platform is not None:
+                order = Order(node_id=command.node_id, node_rank=command.node_rank)
+                self._run(self._platform.launch(order))
+            case cmd.RemoveNode() if self._platform is not None:
+                self._run(self._platform.remove(command.node_id))
+            case cmd.FinishJob():
+                self._run(self._finish(command.end))
+
+    def _bind(self, command: cmd.Bind) -> None:
+        older = self._link_of.pop(command.node_id, None)
+        if older is not None and older.number != command.link:
+            self._node_of.pop(older.number, None)
+            older.close()
+        link = self._links.get(command.link)
+        if link is None:
+            # It hung up while its admission was on its way to the disk.
+            self._feed(ev.NodeAbsent(command.node_id))
+            return
+        self._link_of[command.node_id] = link
+        self._node_of[link.number] = command.node_id
+
+    def _run(self, errand: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _finish(self, end: m.JobEnded) -> None:
+        """Tell every agent and wait, within reason, until they have all hung up."""
+        for link in list(self._link_of.values()):
+            link.send(end)
+        if self._link_of:
+            self._all_gone.clear()
+            try:
+                await asyncio.wait_for(self._all_gone.wait(), FAREWELL_S)
+            except TimeoutError:
+                self._say(f"{len(self._link_of)} agents did not hang up within {FAREWELL_S:g} s")
+        if not self.finished.done():
+            self.finished.set_result(end)

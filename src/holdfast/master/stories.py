@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each fact as one sentence for people. Facts that are nobody's news have none."""
+
+from holdfast.core.job import events as ev
+from holdfast.core.kernel import Event
+
+
+def tell(event: Event) -> str:
+    """What happened, in plain words; empty if it is not worth a line."""
+    match event:
+        case ev.GenerationRaised():
+            return f"the master serves as generation {event.generation}"
+        case ev.NodeReady():
+            verb = "came back" if event.returned else "joined"
+            member = event.member
+            return f"node rank {member.node_rank} {verb} from {member.host} ({member.nproc} workers)"
+        case ev.NodeAbsent():
+            return f"the stream of node {event.node_id} broke; waiting for it to come back"
+        case ev.NodeLost():
+            return f"node rank {event.node_rank} is lost: {event.message}"
+        case ev.NodeOrdered():
+            return f"node rank {event.node_rank} was ordered: {event.reason}"
+        case ev.LeaseExpired():
+            return f"the lease of lost node {event.node_id} expired"
+        case _:
+            return _tell_of_worlds(event)
+
+
+def _tell_of_worlds(event: Event) -> str:
+    match event:
+        case ev.WorldFormed():
+            world = event.world
+            nodes, workers = len(world.members), world.size
+            return f"round {world.round}: {nodes} nodes, {workers} workers ({event.reason})"
+        case ev.WorldStarted():
+            return f"round {event.round}: all workers run ({event.how} start)"
+        case ev.WorldBroken():
+            return f"round {event.round} is over: {event.reason}"
+        case ev.WorldDone():
+            return f"round {event.round}: every worker finished"
+        case ev.IncidentClosed():
+            total = event.detect_s + event.rendezvous_s + event.restart_s + event.restore_s
+            return (
+                f"steps again {total:.2f} s after the last one (detect {event.detect_s:.2f}, "
+                f"rendezvous {event.rendezvous_s:.2f}, restart {event.restart_s:.2f}, "
+                f"restore {event.restore_s:.2f})"
+            )
+        case ev.JobFinished():
+            word = "succeeded" if event.ok else "failed"
+            return f"the job {word}: {event.reason}"
+    return ""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the job's state for those who read it: metrics and `holdfast status`.
+
+Fields that a reader does not know are ignored and missing ones have defaults, so that a command and
+a master of different versions understand each other.
+"""
+
+from msgspec import Struct, field
+
+
+class WorldView(Struct, frozen=True):
+    """The present round."""
+
+    round: int = 0
+    generation: int = 0
+    state: str = ""
+    reason: str = ""
+    nodes: tuple[int, ...] = ()
+    """Node ranks of the members."""
+    world_size: int = 0
+    spares: tuple[int, ...] = ()
+    """Node ranks of those who wait."""
+
+
+class NodeView(Struct, frozen=True):
+    """One node id."""
+
+    node_id: int
+    node_rank: int
+    phase: str
+    incarnation: int = 0
+    host: str = ""
+    nproc: int = 0
+
+
+class IncidentView(Struct, frozen=True):
+    """One interruption, and how long each stage of the recovery took."""
+
+    number: int
+    reason: str
+    round: int = 0
+    at_s: float = 0.0
+    node_rank: int = -1
+    stages: dict[str, float] = {}
+    recovery_s: float = 0.0
+    closed: bool = False
+
+
+class ProgressView(Struct, frozen=True):
+    """Steps, and where the time went."""
+
+    step: int = -1
+    steps_total: int = 0
+    stage: str = ""
+    seconds: dict[str, float] = {}
+    goodput: float = 0.0
+    incidents: tuple[IncidentView, ...] = ()
+
+
+class StoreView(Struct, frozen=True):
+    """The key-value store."""
+
+    keys: int = 0
+
+
+class JobView(Struct, frozen=True):
+    """The whole job, as /api/v1/job shows it."""
+
+    job: str
+    state: str
+    time_s: float = 0.0
+    reason: str = ""
+    attached: int = 0
+    restarts: dict[str, int] = {}
+    world: WorldView = field(default_factory=WorldView)
+    nodes: tuple[NodeView, ...] = ()
+    progress: ProgressView = field(default_factory=ProgressView)
+    store: StoreView = field(default_factory=StoreView)

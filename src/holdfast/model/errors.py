@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors, ordered by what the one who catches them should do.
+
+HoldfastError
+├── UsageError         the user asked for something impossible: say the sentence, exit 2
+├── RetryableError     nobody answered: the same request may be sent again
+├── RejectedError      the other side understood and said no: do not repeat
+│   ├── FencedError    a newer incarnation or round has taken our place: stop working
+│   └── AuthError      wrong or missing token
+├── ProtocolError      the peer does not speak our protocol: close the connection
+├── TimedOutError      the awaited thing did not happen in time
+└── StateError         the state on disk cannot be used: stop before anything is lost
+"""
+
+
+class HoldfastError(Exception):
+    """Base of every error that Holdfast raises on purpose."""
+
+
+class UsageError(HoldfastError):
+    """A mistake on the command line or in the settings, in one sentence for the user."""
+
+
+class RetryableError(HoldfastError):
+    """No answer was had; the request may be sent again under the same idempotency key."""
+
+
+class RejectedError(HoldfastError):
+    """The request was understood and refused."""
+
+
+class FencedError(RejectedError):
+    """Whoever asked has been replaced by a newer incarnation or round."""
+
+
+class AuthError(RejectedError):
+    """The two sides do not hold the same job token."""
+
+
+class ProtocolError(HoldfastError):
+    """Bytes that are not our protocol, or a frame over the limit."""
+
+
+class TimedOutError(HoldfastError):
+    """A wait reached its limit."""
+
+
+class StateError(HoldfastError):
+    """The journal or state directory is unusable: corrupt, newer, full or read-only."""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes: their phases, why they end, and what the platform says about them."""
+
+import enum
+
+
+class Phase(enum.StrEnum):
+    """The life of one node id. It only ever moves forward: a late report revives nobody."""
+
+    INITIAL = "initial"
+    """Ordered, not yet seen."""
+    PENDING = "pending"
+    """The platform has it, but it does not run."""
+    RUNNING = "running"
+    """Its agent attached, or the platform saw it run."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    GONE = "gone"
+    """Deleted, or vanished from a full listing."""
+
+    @property
+    def is_final(self) -> bool:
+        return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.GONE)
+
+    def after(self, seen: "Phase") -> "Phase":
+        """The phase once `seen` is observed."""
+        return seen if seen in _NEXT[self] else self
+
+
+_NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.INITIAL: frozenset(
+        {Phase.PENDING, Phase.RUNNING, Phase.SUCCEEDED, Phase.FAILED, Phase.GONE}
+    ),
+    Phase.PENDING: frozenset({Phase.RUNNING, Phase.SUCCEEDED, Phase.FAILED, Phase.GONE}),
+    Phase.RUNNING: frozenset({Phase.SUCCEEDED, Phase.FAILED, Phase.GONE}),
+    Phase.SUCCEEDED: frozenset({Phase.GONE}),
+    Phase.FAILED: frozenset({Phase.GONE}),
+    Phase.GONE: frozenset(),
+}
+
+
+class ExitReason(enum.StrEnum):
+    """Why a worker or a node ended: the failure class, each with its own budget."""
+
+    ERROR = "error"
+    """The program itself: an exception, exit code 1, an assertion, a segmentation fault."""
+    OOM = "oom"
+    KILLED = "killed"
+    """Somebody else ended it: preemption, eviction, an operator, a kill."""
+    HARDWARE = "hardware"
+    LOST = "lost"
+    """The node stopped answering, and nobody knows why."""
+    STALLED = "stalled"
+    """Alive but stopped, or without progress."""
+    UNKNOWN = "unknown"
+
+
+_OOM_CODES = frozenset({247})
+_HARDWARE_CODES = frozenset({14, 128, 201, 202})
+_ERROR_CODES = frozenset({1, 134, 139})
+_KILLED_CODES = frozenset({137, 143})
+_SIGHUP, _SIGINT, _SIGKILL, _SIGTERM = 1, 2, 9, 15
+
+
+def classify_exit(code: int | None, signal: int | None, *, oom: bool = False) -> ExitReason:
+    """The failure class of a process from its exit code or signal.
+
+    `oom` is what the platform or the kernel's memory events say; a SIGKILL alone does not prove it.
+    """
+    if oom or code in _OOM_CODES:
+        return ExitReason.OOM
+    if signal in (_SIGKILL, _SIGTERM, _SIGHUP, _SIGINT) or code in _KILLED_CODES:
+        return ExitReason.KILLED
+    if signal is not None or code in _ERROR_CODES:
+        return ExitReason.ERROR
+    if code in _HARDWARE_CODES:
+        return ExitReason.HARDWARE
+    return ExitReason.UNKNOWN

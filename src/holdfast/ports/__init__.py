@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the drivers need from the world, as Protocols with their guarantees written down."""
+
+from holdfast.ports.journal import Entry, Journal
+from holdfast.ports.platform import Order, Platform, Sighting
+
+__all__ = ["Entry", "Journal", "Order", "Platform", "Sighting"]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The journal port: where records survive the master."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One durable record: its job time, the wall clock when it was written, and its bytes."""
+
+    at_s: float
+    wall_s: float
+    payload: bytes
+
+
+class Journal(Protocol):
+    """An append-only log with snapshots, owned by one master at a time.
+
+    Guarantees: `append` returns only when all its entries are durable together (all or none);
+    `load` returns what every returned `append` wrote, in order; a second owner of the same
+    journal is refused while the first lives. Not promised: any limit on how long `append` takes.
+    """
+
+    def load(self) -> list[Entry]:
+        """Everything that rebuilds the state: the newest snapshot, then what follows it."""
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Make these durable, together. Called from one thread at a time."""
+
+    def compact(self, snapshot: Sequence[Entry]) -> None:
+        """Replace everything appended so far by `snapshot`, atomically."""
+
+    def close(self) -> None:
+        """Give the journal up. Idempotent."""

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message that crosses a process border, as typed structs.
+
+Structs travel as MessagePack arrays that begin with the tag. A field is only ever added at the end
+and with a default, so that a newer peer is understood by an older one; golden bytes in tests/wire
+hold every message to that.
+"""
+
+from msgspec import Struct
+
+VERSION = 1
+"""Raised when an older peer could no longer understand us."""
+
+
+class Message(Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# ---- handshake: the first three frames of every channel -----------------------------------------
+
+
+class Challenge(Message, frozen=True):
+    """Server to client, first frame."""
+
+    version: int
+    nonce: bytes
+
+
+class Proof(Message, frozen=True):
+    """Client to server: proves the token for this challenge, and challenges back."""
+
+    version: int
+    nonce: bytes
+    mac: bytes
+
+
+class Welcome(Message, frozen=True):
+    """Server to client: proves the token in its turn."""
+
+    mac: bytes
+
+
+# ---- answers ------------------------------------------------------------------------------------
+
+
+class Done(Message, frozen=True):
+    """The request took effect and has no other result."""
+
+
+class Refused(Message, frozen=True):
+    """The request did not take effect. `kind` names the reaction: see model.errors."""
+
+    kind: str
+    """One of "rejected", "stale", "fenced", "auth", "timeout", "usage"."""
+    message: str
+
+
+class Value(Message, frozen=True):
+    value: bytes
+
+
+class Values(Message, frozen=True):
+    values: tuple[bytes, ...]
+
+
+class Number(Message, frozen=True):
+    number: int
+
+
+class Keys(Message, frozen=True):
+    keys: tuple[str, ...]
+
+
+# ---- agent to master ----------------------------------------------------------------------------
+
+
+class JobRules(Struct, frozen=True, array_like=True):
+    """What the user asked for on the command line: every node of a job must bring the same."""
+
+    min_nodes: int
+    max_nodes: int
+    node_unit: int
+    last_call_s: float
+    join_timeout_s: float
+    max_restarts: int
+
+
+class Attach(Message, frozen=True):
+    """An agent reports for duty, for the first time or again."""
+
+    agent_key: str
+    """Random, drawn once per agent process: who comes back under the same key is the same."""
+    rules: JobRules
+    nproc: int
+    host: str
+    store_port: int
+    round: int = 0
+    """The round whose workers run here now; 0 if none do."""
+    node_id: int = -1
+    """Given by the platform that launched the node; -1 if nobody did."""
+    node_rank: int = -1
+    """Given by the user; -1 lets the master assign one."""
+    incarnation: int = 0
+    """What the master called this agent process before; 0 on its first attach."""
+    topology: str = ""
+
+
+class Attached(Message, frozen=True):
+    job: str
+    node_id: int
+    node_rank: int
+    incarnation: int
+    generation: int
+    beat_s: float
+    lease_s: float
+    round: int
+    """The round the agent should be running. If it differs from its own, its workers are stale."""
+
+
+class WorkersStarted(Message, frozen=True):
+    """All local workers of the round run; `store_port` is reserved for the next one."""
+
+    round: int
+    store_port: int
+    how: str
+    """"cold", "zygote" or "one-shot"."""
+    took_s: float
+
+
+class StoreOffered(Message, frozen=True):
+    """A store server runs here already, for the next round in case this node leads it."""
+
+    port: int
+
+
+class FailureInfo(Struct, frozen=True, array_like=True):
+    """How one worker ended."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    reason: str
+    """A model.node.ExitReason."""
+    message: str
+    """What the worker's error file says, or one sentence of ours."""
+    traceback: str = ""
+    ago_s: float = 0.0
+    """How long before this report it ended."""
+    last_step_ago_s: float = -1.0
+    """How long before this report the node's last step finished; -1 if it never did."""
+
+
+class WorkersFailed(Message, frozen=True):
+    round: int
+    failures: tuple[FailureInfo, ...]
+
+
+class WorkersDone(Message, frozen=True):
+    """Every local worker of the round exited with code 0."""
+
+    round: int
+
+
+class Leave(Message, frozen=True):
+    """The agent goes away on purpose and will not come back under this key."""
+
+    reason: str
+
+
+class Beat(Message, frozen=True):
+    """Liveness, progress and use in one: the only periodic message there is.
+
+    Its answer renews the agent's lease, counted from when the beat was sent.
+    """
+
+    round: int
+    steps: int
+    """Optimizer steps finished by this node's workers in the round (the least of them)."""
+    step: int
+    """The step number the script reported, -1 if it does not."""
+    first_step_ago_s: float
+    """How long ago the round's first step finished here; -1 if none has."""
+    last_step_ago_s: float
+    cpu: float
+    """Cores in use by the workers."""
+    memory: int
+    """Bytes in use by the workers."""
+
+
+# ---- master to agent, pushed --------------------------------------------------------------------
+
+
+class RunWorld(Message, frozen=True):
+    """Run the workers of this round; whatever ran before is over."""
+
+    round: int
+    generation: int
+    group_rank: int
+    group_size: int
+    rank_offset: int
+    world_size: int
+    store_host: str
+    store_port: int
+    store_hosted: bool
+    """True when a server listens there already; false when worker rank 0 has to start it."""
+    restarts: int
+    """How many worlds of this job failed before this one."""
+    reason: str
+    """Why this round was formed, in plain words."""
+    planned: bool
+    """True when the previous world was healthy: its workers may finish what SIGTERM lets them."""
+
+
+class StopWork(Message, frozen=True):
+    """The world is over and the next one is not formed yet: stop the workers and wait."""
+
+    round: int
+    reason: str
+
+
+class Fenced(Message, frozen=True):
+    """A newer incarnation has this place: stop the workers and exit."""
+
+    reason: str
+
+
+class JobEnded(Message, frozen=True):
+    ok: bool
+    reason: str
+    cause: FailureInfo | None = None
+    """The first failure, when a worker's failure ended the job."""
+    cause_node_rank: int = -1
+
+
+# ---- key-value store, barriers: worker to agent, relayed to the master --------------------------
+
+
+class KvSet(Message, frozen=True):
+    """`scope` is the round the keys belong to; 0 is the whole job."""
+
+    scope: int
+    key: str
+    value: bytes
+
+
+class KvMultiSet(Message, frozen=True):
+    scope: int
+    keys: tuple[str, ...]
+    values: tuple[bytes, ...]
+
+
+class KvGet(Message, frozen=True):
+    """Answered once every key exists: the values in the order asked for."""
+
+    scope: int
+    keys: tuple[str, ...]
+    timeout_s: float
+
+
+class KvWait(Message, frozen=True):
+    scope: int
+    keys: tuple[str, ...]
+    timeout_s: float
+
+
+class KvCheck(Message, frozen=True):
+    scope: int
+    keys: tuple[str, ...]
+
+
+class KvAdd(Message, frozen=True):
+    scope: int
+    key: str
+    amount: int
+
+
+class KvCompareSet(Message, frozen=True):
+    """Sets `desired` if the key holds `expected`, or if it is missing and `expected` is empty."""
+
+    scope: int
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class KvAppend(Message, frozen=True):
+    scope: int
+    key: str
+    value: bytes
+
+
+class KvDelete(Message, frozen=True):
+    scope: int
+    key: str
+
+
+class KvCount(Message, frozen=True):
+    scope: int
+
+
+class KvKeys(Message, frozen=True):
+    scope: int
+
+
+class QueuePush(Message, frozen=True):
+    scope: int
+    key: str
+    value: bytes
+
+
+class QueuePop(Message, frozen=True):
+    """Waits for an element for at most `timeout_s`; 0 answers at once."""
+
+    scope: int
+    key: str
+    timeout_s: float
+
+
+class QueueLength(Message, frozen=True):
+    scope: int
+    key: str
+
+
+class Barrier(Message, frozen=True):
+    """Answered with the barrier's generation once `size` members have arrived.
+
+    The same name can be used again at once: the next arrival opens the next generation.
+    `size` 0 means every node of the scope: of the round's world, or of the whole job.
+    """
+
+    scope: int
+    name: str
+    member: str
+    size: int
+    timeout_s: float
+
+
+# ---- observers ----------------------------------------------------------------------------------
+
+
+class Observe(Message, frozen=True):
+    """Answered with the job's state as JSON; with `follow`, stories are pushed from then on."""
+
+    follow: bool
+
+
+class Observed(Message, frozen=True):
+    state: bytes
+    """JSON, the same as /api/v1/job."""
+
+
+class Story(Message, frozen=True):
+    """One fact in plain words, pushed to observers."""
+
+    at_s: float
+    kind: str
+    text: str
+    fields: dict[str, str | int | float]
+
+
+class StopJob(Message, frozen=True):
+    """Ask the master to end the job."""
+
+    reason: str
+
+
+KvCall = (
+    KvSet
+    | KvMultiSet
+    | KvGet
+    | KvWait
+    | KvCheck
+    | KvAdd
+    | KvCompareSet
+    | KvAppend
+    | KvDelete
+    | KvCount
+    | KvKeys
+    | QueuePush
+    | QueuePop
+    | QueueLength
+    | Barrier
+)
+"""What a worker may ask, and an agent relays."""
+
+AgentCall = Attach | WorkersStarted | StoreOffered | WorkersFailed | WorkersDone | Leave
+Call = KvCall | AgentCall | Beat | Observe | StopJob
+Answer = Done | Refused | Value | Values | Number | Keys | Attached | Observed
+Push = RunWorld | StopWork | Fenced | JobEnded | Story
+Handshake = Challenge | Proof | Welcome
+AnyMessage = Call | Answer | Push | Handshake
+
+
+class Frame(Struct, frozen=True, array_like=True):
+    """What one frame holds.
+
+    `call` numbers a request on its connection and marks its answer; 0 is a message without one.
+    `session` and `seq` are the idempotency key of a relayed request: the same pair is the same
+    request, however often it arrives.
+    """
+
+    call: int
+    body: AnyMessage
+    session: str = ""
+    seq: int = 0

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The journal on disk (SQLite) and in memory: what a restarted master finds again.
+
+One folder holds `journal.db`, in WAL mode with an fsync per append, and `lock`, which the living
+master holds. An error here means that nothing more can be promised: the driver stops on it, and
+what earlier appends wrote stays readable.
+"""
+
+import errno
+import fcntl
+import os
+import sqlite3
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+from holdfast.model.errors import StateError
+from holdfast.ports.journal import Entry
+
+FORMAT = 1
+"""The layout of the tables. A master reads every format up to its own."""
+
+BUSY_TIMEOUT_S = 1.0
+
+_CREATE_META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
+_CREATE_ENTRIES = """CREATE TABLE entries (
+    seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, wall_s REAL NOT NULL,
+    payload BLOB NOT NULL, crc INTEGER NOT NULL)"""
+_INSERT = "INSERT INTO entries (seq, at_s, wall_s, payload, crc) VALUES (?, ?, ?, ?, ?)"
+_SELECT = "SELECT seq, at_s, wall_s, payload, crc FROM entries ORDER BY seq"
+
+_WAY_OUT = "restore the folder from a copy, or start the job anew in an empty state directory"
+_NO_ACCESS = "this user may not write there; change its owner or choose another state directory"
+_REASONS = {
+    errno.ENOENT: "a folder above it does not exist; create that first",
+    errno.ENOTDIR: "it is not a folder; choose another state directory",
+    errno.EACCES: _NO_ACCESS,
+    errno.EPERM: _NO_ACCESS,
+    errno.EROFS: "its file system is read-only; remount it or choose another state directory",
+}
+
+
+class SqliteJournal:
+    """A journal in a folder of its own, owned by one process until it closes or dies."""
+
+    def __init__(
+        self, path: Path, db: sqlite3.Connection, next_seq: int, resources: ExitStack
+    ) -> None:
+        self._path = path
+        self._db = db
+        self._next = next_seq
+        self._resources = resources
+
+    @classmethod
+    def open(cls, directory: Path, *, job: str) -> "SqliteJournal":
+        """Take the journal of `job` in `directory`, made if missing; StateError says why not."""
+        path = directory / "journal.db"
+        with ExitStack() as resources:
+            with _clear_errors(directory):
+                _make_directory(directory)
+                lock = _take_lock(directory)
+                resources.callback(os.close, lock)
+            with _clear_errors(path):
+                _make_file(path)
+                # Autocommit: the transactions are written out below, one per append.
+                db = sqlite3.connect(
+                    path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                )
+                resources.enter_context(closing(db))
+                # With one owner the WAL index can live in its memory, and a disk that is shared
+                # between hosts, where the file `-shm` would not work, can serve.
+                db.execute("PRAGMA locking_mode = EXCLUSIVE")
+                db.execute("PRAGMA synchronous = FULL")
+                if db.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
+                    _create(db, job)
+                _check_meta(path, db, job)
+                # Only now: a journal that is refused above is left as it was.
+                db.execute("PRAGMA journal_mode = WAL")
+                (newest,) = db.execute("SELECT max(seq) FROM entries").fetchone()
+                next_seq = _first(db) if newest is None else newest + 1
+                return cls(path, db, next_seq, resources.pop_all())
+
+    def load(self) -> list[Entry]:
+        """Every entry, checked against its checksum and for gaps."""
+        entries = []
+        with _clear_errors(self._path):
+            for expected, row in enumerate(self._db.execute(_SELECT), start=_first(self._db)):
+                entry = _checked(expected, row)
+                if entry is None:
+                    raise StateError(
+                        f"entry {expected} of the journal {self._path} is missing or damaged "
+                        f"(wrong checksum); {_WAY_OUT}"
+                    )
+                entries.append(entry)
+        return entries
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """One transaction, one fsync."""
+        rows = self._rows(entries)
+        if not rows:
+            return
+        with _clear_errors(self._path), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany(_INSERT, rows)
+        self._next += len(rows)
+
+    def compact(self, snapshot: Sequence[Entry]) -> None:
+        """Replace all entries in one transaction, then give the disk space back."""
+        rows = self._rows(snapshot)
+        with _clear_errors(self._path):
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.execute("DELETE FROM entries")
+                self._db.executemany(_INSERT, rows)
+                self._db.execute("UPDATE meta SET value = ? WHERE key = 'first'", (self._next,))
+            self._next += len(rows)
+            # The snapshot is durable already; if its move out of the log fails for lack of space,
+            # nothing is lost, and SQLite tries again at a later append.
+            with suppress(sqlite3.OperationalError):
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def close(self) -> None:
+        """Close the file, then let the next owner in."""
+        self._resources.close()
+
+    def _rows(self, entries: Sequence[Entry]) -> list[tuple[int, float, float, bytes, int]]:
+        return [
+            (seq, entry.at_s, entry.wall_s, entry.payload, _checksum(seq, entry))
+            for seq, entry in enumerate(entries, start=self._next)
+        ]
+
+
+class MemoryJournal:
+    """The same guarantees for as long as the process lives: for simulation, and without state."""
+
+    def __init__(self, entries: Sequence[Entry] = ()) -> None:
+        self._entries = list(entries)
+        self._is_open = True
+
+    def reopen(self) -> "MemoryJournal":
+        """What the next master finds after this owner has closed, or has died (close it then)."""
+        if self._is_open:
+            raise StateError("the journal in memory is in use by another master; close that first")
+        return MemoryJournal(self._entries)
+
+    def load(self) -> list[Entry]:
+        """Every entry, in order."""
+        self._check_open()
+        return list(self._entries)
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """All or, when reading them fails, none."""
+        self._check_open()
+        self._entries += list(entries)
+
+    def compact(self, snapshot: Sequence[Entry]) -> None:
+        """Replace all entries."""
+        self._check_open()
+        self._entries = list(snapshot)
+
+    def close(self) -> None:
+        """Let the next owner in."""
+        self._is_open = False
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StateError("the journal in memory is closed; reopen it")
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    # The files in it are synced by SQLite; its own name is in the folder above.
+    parent = os.open(directory.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _take_lock(directory: Path) -> int:
+    """A descriptor whose lock ends with this process, however that ends, and is not inherited."""
+    with ExitStack() as undo:
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        undo.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            # Empty in the instant between the owner's lock and the writing of its pid.
+            pid = os.read(lock, 20).decode("ascii", "replace").strip() or "not known yet"
+            raise StateError(
+                f"the state directory {directory} is in use by another master (pid {pid}); "
+                "stop that one or choose another state directory"
+            ) from error
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        undo.pop_all()
+        return lock
+
+
+def _make_file(path: Path) -> None:
+    """Make the file private before SQLite, which copies its mode to the log beside it, opens it."""
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    log = path.with_name("journal.db-wal")
+    # SQLite would throw the log away: it belongs to a file that was emptied or deleted, because
+    # a new one holds its tables before it gets a log.
+    if path.stat().st_size == 0 and log.exists() and log.stat().st_size > 0:
+        raise StateError(f"the journal {path} is empty, but not its log {log.name}; {_WAY_OUT}")
+
+
+def _create(db: sqlite3.Connection, job: str) -> None:
+    # Has effect only before the first table; gives pages that compaction freed back to the disk.
+    db.execute("PRAGMA auto_vacuum = FULL")
+    with db:
+        db.execute("BEGIN IMMEDIATE")
+        db.execute(_CREATE_ENTRIES)
+        db.execute(_CREATE_META)
+        meta = {"format": str(FORMAT), "job": job, "first": "1"}
+        db.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", meta.items())
+
+
+def _check_meta(path: Path, db: sqlite3.Connection, job: str) -> None:
+    tables = {str(name) for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    if "meta" not in tables:
+        raise StateError(f"{path} is not a journal of Holdfast; choose another state directory")
+    meta = _meta(db)
+    written = meta.get("format", "")
+    if written.isdecimal() and int(written) > FORMAT:
+        raise StateError(
+            f"the journal {path} was written by a newer Holdfast (format {written}); this one "
+            f"reads up to {FORMAT}: upgrade Holdfast or choose another state directory"
+        )
+    is_whole = "entries" in tables and "job" in meta and meta.get("first", "").isdecimal()
+    if written != str(FORMAT) or not is_whole:
+        raise StateError(f"the journal {path} is damaged (its header is incomplete); {_WAY_OUT}")
+    if meta["job"] != job:
+        raise StateError(
+            f"the journal {path} belongs to the job {meta['job']!r}, not {job!r}; use that name or "
+            "choose another state directory"
+        )
+
+
+def _meta(db: sqlite3.Connection) -> dict[str, str]:
+    return {str(key): str(value) for key, value in db.execute("SELECT key, value FROM meta")}
+
+
+def _first(db: sqlite3.Connection) -> int:
+    return int(_meta(db)["first"])
+
+
+def _checked(expected: int, row: tuple[object, ...]) -> Entry | None:
+    """The entry, or None if this row is not what was written: damage can change types, too."""
+    match row:
+        case (int(seq), float(at_s), float(wall_s), bytes(payload), int(crc)):
+            entry = Entry(at_s, wall_s, payload)
+            return entry if (seq, crc) == (expected, _checksum(seq, entry)) else None
+    return None
+
+
+def _checksum(seq: int, entry: Entry) -> int:
+    """Over the whole row, so that neither a changed time nor a moved payload goes unnoticed."""
+    return zlib.crc32(entry.payload, zlib.crc32(struct.pack("<qdd", seq, entry.at_s, entry.wall_s)))
+
+
+@contextmanager
+def _clear_errors(path: Path) -> Iterator[None]:
+    """Turn what SQLite and the system say about `path` into one sentence with a way out."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StateError(_sqlite_sentence(path, error)) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StateError(_disk_full(path)) from error
+        reason = _REASONS.get(error.errno or 0, f"{error.strerror}; choose another state directory")
+        raise StateError(f"{path} cannot be used: {reason}") from error
+
+
+def _sqlite_sentence(path: Path, error: sqlite3.Error) -> str:
+    # The low byte is the kind, the rest its detail. Errors of the module itself have no code.
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+        case sqlite3.SQLITE_FULL:
+            return _disk_full(path)
+        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+            return f"the journal {path} is damaged ({error}); {_WAY_OUT}"
+        case sqlite3.SQLITE_BUSY:
+            return f"the journal {path} is open in another program; close that first"
+    return f"the journal {path} failed ({error}); check its disk, then start the master again"
+
+
+def _disk_full(path: Path) -> str:
+    return f"the disk with {path} is full; free some space, then start the master again"

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver around a core: the only place that calls `handle`, so the core needs no lock.
+
+Order is the promise: the commands of a step are executed only when its records, and those of every
+step before it, are durable. While one batch is on its way to the disk, the next collects: under load
+many steps share one commit, and an idle master commits at once.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from holdfast.core.kernel import Command, Core, Event, Outcome, Record, Tick
+from holdfast.model.errors import StateError
+from holdfast.ports.journal import Entry, Journal
+
+COMPACT_AFTER = 50_000
+"""Entries after which the journal is replaced by a snapshot."""
+
+
+class JobClock:
+    """Job time: seconds that never go back and go on across master restarts."""
+
+    def __init__(self, entries: Sequence[Entry], wall_s: float) -> None:
+        self._base_s = 0.0
+        if entries:
+            last = entries[-1]
+            self._base_s = last.at_s + max(0.0, wall_s - last.wall_s)
+        self._started_at = time.monotonic()
+
+    def now(self) -> float:
+        return self._base_s + time.monotonic() - self._started_at
+
+
+class Driver:
+    """Owns one core and its journal."""
+
+    def __init__(
+        self,
+        core: Core,
+        journal: Journal,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        encode: Callable[[Record], bytes],
+        execute: Callable[[Command], None],
+        observe: Callable[[Event, float], None],
+        failed: Callable[[StateError], None],
+    ) -> None:
+        self._core = core
+        self._journal = journal
+        self._clock = clock
+        self._wall = wall
+        self._encode = encode
+        self._execute = execute
+        self._observe = observe
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._entries: list[Entry] = []
+        self._commands: deque[Command] = deque()
+        self._writer: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
+        self._since_snapshot = 0
+        self._is_stopped = False
+
+    def feed(self, event: Event) -> None:
+        """Let the core handle an event; its commands follow when its records are durable."""
+        if self._is_stopped:
+            return
+        now = self._clock()
+        self._observe(event, now)
+        outcome = self._core.handle(event, now)
+        for fact in outcome.facts:
+            self._observe(fact, now)
+        self._accept(outcome, now)
+        self._arm(now)
+
+    async def drain(self) -> None:
+        """Wait until everything fed so far is durable and executed."""
+        while self._writer is not None:
+            await asyncio.shield(self._writer)
+
+    def stop(self) -> None:
+        """Take nothing more."""
+        self._is_stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _accept(self, outcome: Outcome, now: float) -> None:
+        if outcome.records:
+            wall_s = self._wall()
+            self._entries += [Entry(now, wall_s, self._encode(r)) for r in outcome.records]
+        if not self._entries and self._writer is None:
+            for command in outcome.commands:
+                self._execute(command)
+            return
+        self._commands += outcome.commands
+        if self._writer is None:
+            self._writer = self._loop.create_task(self._write())
+
+    async def _write(self) -> None:
+        """Commit batches until none is left."""
+        try:
+            while self._entries or self._commands:
+                entries, self._entries = self._entries, []
+                commands, self._commands = self._commands, deque()
+                if entries:
+                    await self._loop.run_in_executor(None, self._journal.append, entries)
+                    self._since_snapshot += len(entries)
+                for command in commands:
+                    self._execute(command)
+                if self._since_snapshot >= COMPACT_AFTER and not self._entries:
+                    await self._compact()
+        except StateError as exc:
+            # Nothing that was not durable has left; what happens next is for others to decide.
+            self.stop()
+            self._failed(exc)
+        finally:
+            self._writer = None
+
+    async def _compact(self) -> None:
+        now, wall_s = self._clock(), self._wall()
+        snapshot = [Entry(now, wall_s, self._encode(r)) for r in self._core.snapshot()]
+        await self._loop.run_in_executor(None, self._journal.compact, snapshot)
+        self._since_snapshot = 0
+
+    def _arm(self, now: float) -> None:
+        at = self._core.deadline()
+        if at == self._timer_at and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = None
+        if at is not None:
+            self._timer = self._loop.call_later(max(0.0, at - now), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = self._timer_at = None
+        self.feed(Tick())

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process lets people see: log lines, in one form everywhere, and the wall clock."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+Say = Callable[[str], None]
+"""Tell the user one thing, in one line."""
+
+
+def wall_clock() -> float:
+    """Seconds since the epoch: for people and for restarts, never for durations."""
+    return time.time()
+
+
+def sayer(who: str, stream: TextIO | None = None) -> Say:
+    """Lines of the form `12:34:56 who: text` on standard error, whole or not at all."""
+
+    def say(text: str) -> None:
+        stamp = time.strftime("%H:%M:%S", time.localtime(wall_clock()))
+        out = stream if stream is not None else sys.stderr
+        try:
+            out.write(f"{stamp} {who}: {text}\n")
+            out.flush()
+        except (BrokenPipeError, ValueError, OSError):
+            return  # Nobody reads any more; that must not stop the work.
+
+    return say

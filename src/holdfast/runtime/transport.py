@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One framed transport for Unix sockets, TCP and TLS.
+
+A `Link` is one connection on which both sides have proved the job's token. Until then a peer can
+send one small frame and nothing else, and has a few seconds for it. Nothing here resolves the
+names of peers: a slow resolver must never stall a server.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+import struct
+import weakref
+from pathlib import Path
+from typing import Protocol, cast
+
+from holdfast.model.errors import AuthError, ProtocolError, RetryableError, StateError
+from holdfast.protocol import codec
+from holdfast.protocol import messages as m
+from holdfast.protocol.codec import FrameReader
+
+HANDSHAKE_S = 10.0
+UNSENT_BYTES_MAX = 64 * 1024 * 1024
+"""A peer that does not read this much is cut off: it must not eat our memory."""
+
+_PEERCRED = struct.Struct("3i")
+
+
+class Handler(Protocol):
+    """What a link reports to."""
+
+    def opened(self, link: "Link") -> None:
+        """The peer proved the token (server side only)."""
+
+    def received(self, link: "Link", frame: m.Frame) -> None:
+        """A frame arrived. A ProtocolError raised here closes the link."""
+
+    def closed(self, link: "Link") -> None:
+        """The link is gone; called once, and only for links that were open."""
+
+
+class Link(asyncio.Protocol):
+    """One connection, either end of it."""
+
+    _next_number = 0
+
+    def __init__(self, handler: Handler, token: bytes, *, is_server: bool) -> None:
+        Link._next_number += 1
+        self.number = Link._next_number
+        self.is_open = False
+        self._handler = handler
+        self._token = token
+        self._is_server = is_server
+        self._nonce = os.urandom(codec.NONCE_BYTES)
+        self._peer_nonce = b""
+        self._reader = FrameReader(codec.HANDSHAKE_BYTES_MAX)
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        #: Client side: done when the handshake is, one way or the other.
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # ---- asyncio's side -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        peer = transport.get_extra_info("socket")
+        if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
+            _tune(peer)
+        if self._is_server and not _is_same_user(peer):
+            self._refuse("auth", "this socket belongs to another user")
+            return
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(HANDSHAKE_S, self._handshake_late)
+        if self._is_server:
+            self._write(m.Challenge(m.VERSION, self._nonce))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._reader.feed(data):
+                if self.is_open:
+                    self._handler.received(self, frame)
+                else:
+                    self._shake_hands(frame.body)
+        except ProtocolError as exc:
+            self._fail(exc)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if not self.ready.done():
+            self.ready.set_exception(RetryableError("the connection broke during the handshake"))
+        # Nobody may be waiting for a server's handshake: mark a failed one as seen.
+        self.ready.cancelled() or self.ready.exception()
+        if self.is_open:
+            self.is_open = False
+            self._handler.closed(self)
+
+    def pause_writing(self) -> None:
+        self.abort()
+
+    # ---- our side -------------------------------------------------------------------------------
+
+    def send(self, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0) -> None:
+        """Queue one frame; silently nothing if the link is gone."""
+        if self.is_open:
+            self._write(body, call, session, seq)
+
+    def close(self) -> None:
+        """Close once everything queued is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _write(self, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0) -> None:
+        assert self._transport is not None
+        self._transport.write(codec.encode(body, call, session, seq))
+
+    def _shake_hands(self, body: m.AnyMessage) -> None:
+        match body:
+            case m.Proof() if self._is_server:
+                expected = codec.client_mac(self._token, self._nonce, body.nonce)
+                if body.version != m.VERSION:
+                    self._refuse("usage", f"protocol {body.version} is not {m.VERSION}")
+                elif not codec.same_mac(expected, body.mac):
+                    self._refuse("auth", "wrong token: this is not the token of the job")
+                else:
+                    mac = codec.server_mac(self._token, self._nonce, body.nonce)
+                    self._write(m.Welcome(mac))
+                    self._open()
+                    self._handler.opened(self)
+            case m.Challenge() if not self._is_server and not self._peer_nonce:
+                self._peer_nonce = body.nonce
+                mac = codec.client_mac(self._token, body.nonce, self._nonce)
+                self._write(m.Proof(m.VERSION, self._nonce, mac))
+            case m.Welcome() if not self._is_server and self._peer_nonce:
+                expected = codec.server_mac(self._token, self._peer_nonce, self._nonce)
+                if not codec.same_mac(expected, body.mac):
+                    self._fail(AuthError("the server does not hold the token of the job"))
+                else:
+                    self._open()
+            case m.Refused() if not self._is_server:
+                self._fail(AuthError(body.message))
+            case _:
+                self._fail(ProtocolError(f"{type(body).__name__} came during the handshake"))
+
+    def _open(self) -> None:
+        self.is_open = True
+        self._reader.limit = codec.FRAME_BYTES_MAX
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _handshake_late(self) -> None:
+        self._fail(RetryableError(f"no handshake within {HANDSHAKE_S:g} s"))
+
+    def _refuse(self, kind: str, message: str) -> None:
+        self._write(m.Refused(kind, message))
+        self.close()
+
+    def _fail(self, exc: Exception) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(exc)
+        self.abort()
+
+
+def _tune(peer: socket.socket) -> None:
+    """Small messages at once, and a dead host noticed even on an idle stream."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _is_same_user(peer: socket.socket | None) -> bool:
+    if peer is None or peer.family != socket.AF_UNIX:
+        return True
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+    _, uid, _ = _PEERCRED.unpack(raw)
+    return uid in (os.getuid(), 0)
+
+
+class Server:
+    """A listening socket whose links report to one handler."""
+
+    def __init__(self, server: asyncio.Server, links: weakref.WeakSet[Link], address: str) -> None:
+        self._server = server
+        self._links = links
+        self.address = address
+
+    async def close(self) -> None:
+        """Stop listening and close every link."""
+        self._server.close()
+        for link in list(self._links):
+            link.abort()
+        await asyncio.sleep(0)
+
+
+async def listen(
+    address: str, handler: Handler, token: bytes, *, tls: ssl.SSLContext | None = None
+) -> Server:
+    """Listen on "HOST:PORT" (port 0: the kernel chooses) or "unix:PATH"."""
+    loop = asyncio.get_running_loop()
+    links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+    def accept() -> Link:
+        link = Link(handler, token, is_server=True)
+        links.add(link)
+        link.ready.add_done_callback(lambda _: None)
+        return link
+
+    try:
+        if address.startswith("unix:"):
+            path = Path(address.removeprefix("unix:"))
+            server = await loop.create_unix_server(accept, str(path), backlog=1024)
+            path.chmod(0o600)
+            return Server(server, links, address)
+        host, port = split_address(address)
+        server = await loop.create_server(
+            accept, host, port, ssl=tls, backlog=65535, reuse_address=True
+        )
+    except OSError as exc:
+        raise StateError(f"cannot listen on {address}: {exc.strerror or exc}") from exc
+    bound = server.sockets[0].getsockname()
+    return Server(server, links, join_address(host, bound[1]))
+
+
+async def connect(
+    address: str,
+    handler: Handler,
+    token: bytes,
+    *,
+    tls: ssl.SSLContext | None = None,
+    timeout_s: float = 10.0,
+) -> Link:
+    """A link on which both sides have proved the token.
+
+    RetryableError if nobody answers, AuthError if the tokens differ.
+    """
+    loop = asyncio.get_running_loop()
+
+    def make() -> Link:
+        return Link(handler, token, is_server=False)
+
+    link: Link | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            if address.startswith("unix:"):
+                path = address.removeprefix("unix:")
+                _, link = await loop.create_unix_connection(make, path)
+            else:
+                host, port = split_address(address)
+                _, link = await loop.create_connection(
+                    make, host, port, ssl=tls, server_hostname=host if tls else None
+                )
+            await link.ready
+            return link
+    except ssl.SSLError as exc:
+        raise AuthError(f"{address}: {exc.reason or exc}") from exc
+    except (OSError, TimeoutError) as exc:
+        if link is not None:
+            link.abort()
+        why = exc.strerror if isinstance(exc, OSError) and exc.strerror else "no answer in time"
+        raise RetryableError(f"{address}: {why}") from exc
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """ "HOST:PORT" or "[V6]:PORT" in its parts."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The parts as one text, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

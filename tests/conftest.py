@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proves at the end of every run that the tests left nothing behind.
+
+Every run gets a name, which all its processes inherit in HOLDFAST_TEST_RUN, and its own temporary
+folder (TMPDIR), so that runs side by side on one machine do not see each other's remains. Only the
+controller of pytest-xdist (or the one process without it) makes and checks them.
+"""
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+RUN_VARIABLE = "HOLDFAST_TEST_RUN"
+# Only the test of this check moves it, so as not to disturb the runs beside it.
+SHARED_MEMORY = Path(os.environ.get("HOLDFAST_TEST_SHM", "/dev/shm"))
+DYING_S = 3.0
+"""What was told to stop may take this long to be gone."""
+
+
+@dataclass
+class Run:
+    """What the controller remembers from the start of the run to its end."""
+
+    name: str
+    folder: Path
+    shared_memory_before: frozenset[Path]
+    leftovers: list[str] = field(default_factory=list)
+    has_failures: bool = False
+
+
+RUN_KEY = pytest.StashKey[Run]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the run before pytest-xdist starts its workers and before pytest chooses its folder."""
+    if hasattr(config, "workerinput"):
+        return
+    # Short, because Unix socket paths under it may have 107 bytes only.
+    folder = Path(tempfile.mkdtemp(prefix="hf-"))
+    run = Run(
+        name=f"{os.getpid()}-{secrets.token_hex(8)}",
+        folder=folder,
+        shared_memory_before=frozenset(SHARED_MEMORY.glob("holdfast*")),
+    )
+    os.environ[RUN_VARIABLE] = run.name
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    if config.option.basetemp is None:
+        config.option.basetemp = str(folder / "t")
+    config.stash[RUN_KEY] = run
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """Look around after everything else, pytest-xdist's workers included, has ended."""
+    yield
+    run = session.config.stash.get(RUN_KEY, None)
+    if run is None:
+        return
+    run.has_failures = session.exitstatus != pytest.ExitCode.OK
+    run.leftovers += end_leftover_processes(run.name)
+    run.leftovers += leftover_shared_memory(run.shared_memory_before)
+    run.leftovers += [f"folder {path}" for path in sorted(run.folder.glob("holdfast*"))]
+    if run.leftovers:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what was left, below the results, where it is seen."""
+    run = config.stash.get(RUN_KEY, None)
+    if run is None:
+        return
+    if run.has_failures:
+        terminalreporter.write_line(f"files of this run are kept in {run.folder}")
+    if run.leftovers:
+        terminalreporter.section("left behind by the tests", sep="=", red=True, bold=True)
+        for line in run.leftovers:
+            terminalreporter.write_line(line, red=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the run's folder, unless a failed test's files may be wanted to find out why."""
+    run = config.stash.get(RUN_KEY, None)
+    if run is not None and not run.has_failures:
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def processes_of(run_name: str) -> Iterator[psutil.Process]:
+    """Living processes that inherited the name of this run, without the caller itself."""
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(RUN_VARIABLE) == run_name:
+                yield process
+        except psutil.Error:
+            continue  # It ended meanwhile, is a zombie, or belongs to somebody else.
+
+
+def end_leftover_processes(run_name: str) -> list[str]:
+    """Give what is dying a moment; describe and kill the rest, so that it disturbs no later run."""
+    _, alive = psutil.wait_procs(list(processes_of(run_name)), timeout=DYING_S)
+    described = []
+    # Listed again: what was there at first may have started something on its way out.
+    for process in {*alive, *processes_of(run_name)}:
+        try:
+            described.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
+            process.kill()
+        except psutil.Error:
+            continue
+    return sorted(described)
+
+
+def leftover_shared_memory(before: frozenset[Path]) -> list[str]:
+    """New segments that no living process has mapped: those of a run beside this one are mapped."""
+    new = {path for path in SHARED_MEMORY.glob("holdfast*") if path not in before}
+    in_use: set[str] = set()
+    for process in psutil.process_iter() if new else ():
+        try:
+            in_use.update(mapped.path for mapped in process.memory_maps())
+            in_use.update(opened.path for opened in process.open_files())
+        except psutil.Error:
+            continue
+    return [f"shared memory {path}" for path in sorted(new) if not held(path, in_use)]
+
+
+def held(path: Path, in_use: set[str]) -> bool:
+    """Whether a process holds this file, or, if it is a folder, something in it."""
+    return any(used == str(path) or used.startswith(f"{path}/") for used in in_use)

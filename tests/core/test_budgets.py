@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts and relaunches: each class of failure has a budget of its own."""
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.core.job import commands as cmd
+from holdfast.core.job import events as ev
+from holdfast.core.job.nodes import rules_of
+from holdfast.model.job import NODE_RELAUNCHES, JobSpec
+from holdfast.model.node import ExitReason, Phase
+from holdfast.protocol import messages as m
+from tests.core.harness import Job, answers, of_kind, rules
+
+NOT_THE_PROGRAM = [
+    ExitReason.KILLED,
+    ExitReason.HARDWARE,
+    ExitReason.LOST,
+    ExitReason.STALLED,
+]
+
+
+def job_with(max_restarts: int, **budgets: int) -> Job:
+    spec = JobSpec()
+    spec.worker_restarts.update({ExitReason(name): count for name, count in budgets.items()})
+    job = Job(spec)
+    job.attach("a", job_rules=rules(max_restarts=max_restarts))
+    return job
+
+
+def fail_until_the_end(job: Job, reason: ExitReason, at_most: int = 300) -> int:
+    """How often the world was formed again before the job failed for this reason."""
+    for count in range(at_most):
+        job.failed("a", job.round(), reason=reason)
+        if job.state() != "running":
+            return count
+    raise AssertionError("the job never failed")
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1, 3])
+@pytest.mark.parametrize("reason", [ExitReason.ERROR, ExitReason.OOM, ExitReason.UNKNOWN])
+def test_failures_of_the_program_count_against_max_restarts(
+    reason: ExitReason, max_restarts: int
+) -> None:
+    assert fail_until_the_end(job_with(max_restarts), reason) == max_restarts
+
+
+@pytest.mark.parametrize("reason", NOT_THE_PROGRAM)
+def test_other_failures_have_their_own_budget(reason: ExitReason) -> None:
+    job = job_with(1, **{str(reason): 4})
+    assert fail_until_the_end(job, reason) == 4
+
+
+@pytest.mark.parametrize("reason", NOT_THE_PROGRAM)
+def test_max_restarts_raises_every_smaller_budget(reason: ExitReason) -> None:
+    job = job_with(6, **{str(reason): 4})
+    assert fail_until_the_end(job, reason) == 6
+
+
+def test_with_max_restarts_0_no_worker_is_restarted_but_a_lost_node_is_no_worker() -> None:
+    for reason in (ExitReason.KILLED, ExitReason.HARDWARE, ExitReason.STALLED):
+        assert fail_until_the_end(job_with(0), reason) == 0
+    assert fail_until_the_end(job_with(0, lost=2), ExitReason.LOST) == 2
+
+
+def test_preemptions_do_not_use_up_the_patience_for_bugs() -> None:
+    job = job_with(2)
+    for _ in range(20):
+        job.failed("a", job.round(), reason=ExitReason.KILLED)
+    assert job.state() == "running"
+    assert fail_until_the_end(job, ExitReason.ERROR) == 2
+
+
+def test_the_verdict_names_the_cause() -> None:
+    job = job_with(0)
+    outcome = job.failed("a", 1)
+    (finish,) = of_kind(cmd.FinishJob, outcome.commands)
+    assert not finish.end.ok
+    assert finish.end.reason == "rank 0 on node rank 0 exited with code 1"
+    assert finish.end.cause is not None
+    assert finish.end.cause.pid == 77
+    assert finish.end.cause_node_rank == 0
+
+
+def test_an_exhausted_budget_is_said_in_words() -> None:
+    job = job_with(1)
+    fail_until_the_end(job, ExitReason.ERROR)
+    reason = str(job.machines.view(job.now)["reason"])
+    assert reason.endswith("; it may be restarted 1 time for the reason error")
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_budgets_survive_the_master(compacted: bool) -> None:
+    job = job_with(3)
+    job.failed("a", 1)
+    job.failed("a", 2)
+    job.restart(compacted=compacted)
+    job.attach("a", job_rules=rules(max_restarts=3), round=3)
+    assert fail_until_the_end(job, ExitReason.ERROR) == 1
+
+
+def test_the_job_ends_once() -> None:
+    job = job_with(0)
+    job.failed("a", 1)
+    again = job.feed(ev.StopRequested(9, 1, "the user asked"))
+    assert answers(again) == [m.Done()]
+    assert not of_kind(cmd.FinishJob, again.commands)
+    assert "exited with code 1" in str(job.machines.view(job.now)["reason"])
+
+
+def test_only_the_first_failure_of_a_round_counts() -> None:
+    job = Job(JobSpec(min_nodes=2, max_nodes=2))
+    job.attach("a")
+    job.attach("b")
+    job.failed("a", 1)
+    job.failed("b", 1)
+    assert job.machines.view(job.now)["restarts"] == {"error": 1}
+
+
+@pytest.mark.parametrize("reason", list(ExitReason))
+def test_a_node_rank_is_relaunched_as_often_as_its_class_allows(reason: ExitReason) -> None:
+    job = Job(JobSpec(min_nodes=1, max_nodes=2, managed=True))
+    node, relaunched = 1, 0
+    while orders := of_kind(cmd.LaunchNode, job.seen(node, Phase.FAILED, reason).commands):
+        relaunched += 1
+        assert orders == [cmd.LaunchNode(orders[0].node_id, orders[0].node_rank)]
+        assert orders[0].node_rank == 1
+        node = orders[0].node_id
+    assert relaunched == NODE_RELAUNCHES[reason]
+
+
+def test_relaunch_budgets_are_per_rank() -> None:
+    spec = JobSpec(min_nodes=1, max_nodes=2, managed=True)
+    spec.node_relaunches[ExitReason.OOM] = 1
+    job = Job(spec)
+    assert of_kind(cmd.LaunchNode, job.seen(0, Phase.FAILED, ExitReason.OOM).commands)
+    assert of_kind(cmd.LaunchNode, job.seen(1, Phase.FAILED, ExitReason.OOM).commands)
+    assert not of_kind(cmd.LaunchNode, job.seen(2, Phase.FAILED, ExitReason.OOM).commands)
+
+
+def test_an_unmanaged_job_launches_nothing() -> None:
+    job = Job(JobSpec(min_nodes=1, max_nodes=2))
+    job.attach("a")
+    job.attach("b")
+    outcome = job.leave("b")
+    assert not of_kind(cmd.LaunchNode, outcome.commands)
+    assert not of_kind(cmd.RemoveNode, outcome.commands)
+
+
+def test_a_managed_job_orders_its_nodes_and_its_spares() -> None:
+    job = Job(JobSpec(min_nodes=1, max_nodes=2, spare_nodes=1, managed=True), started=False)
+    outcome = job.feed(ev.MasterStarted())
+    assert [order.node_rank for order in of_kind(cmd.LaunchNode, outcome.commands)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda job: job.seen(0, Phase.FAILED, ExitReason.KILLED),
+        lambda job: job.seen(0, Phase.GONE),
+        lambda job: job.wait(100.0),
+        lambda job: job.leave("a"),
+    ],
+    ids=["failed", "gone", "silent", "left"],
+)
+def test_no_end_of_a_node_is_replaced_twice(lose: Callable[[Job], object]) -> None:
+    """However a node ends, and whatever is heard of it later, one successor is ordered."""
+    job = Job(JobSpec(min_nodes=1, max_nodes=1, managed=True))
+    job.attach("a", node=0, job_rules=rules_of(job.spec))
+    lose(job)
+    for phase in (Phase.RUNNING, Phase.FAILED, Phase.GONE, Phase.SUCCEEDED):
+        job.seen(0, phase, ExitReason.KILLED)
+    planned = [record for record in job.records if type(record).__name__ == "NodePlanned"]
+    assert len(planned) == 2

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's script must survive a kill with an unbroken loss curve: without that the demo lies."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import until
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "char_transformer.py"
+STEPS = 16
+SAVE_EVERY = 5
+
+
+@contextmanager
+def running(folder: Path, world: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The script's ranks with torchrun's environment, started by hand: no launcher needed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    argv = [sys.executable, str(SCRIPT), f"--steps={STEPS}", f"--dir={folder}"]
+    ranks = []
+    try:
+        for rank in range(world):
+            env = {
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+            }
+            ranks.append(subprocess.Popen([*argv, f"--save-every={SAVE_EVERY}"], env=env))
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def finish(folder: Path, world: int) -> None:
+    with running(folder, world) as ranks:
+        assert [process.wait(60) for process in ranks] == [0] * world
+
+
+def test_a_killed_run_resumes_in_a_smaller_world_with_the_same_losses(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(whole, world=1)
+    with running(broken, world=2):
+        until(lambda: any(line["step"] == 7 for line in metrics(broken)), 60, "step 7 of two ranks")
+    lost = max(line["step"] for line in metrics(broken))
+    assert lost < STEPS, "the kill came too late to show anything"
+    finish(broken, world=1)
+
+    expected = {line["step"]: line["loss"] for line in metrics(whole)}
+    resumed = [line for line in metrics(broken) if line["world"] == 1]
+    saved = lost - lost % SAVE_EVERY
+    # The kill may come between a step and its checkpoint.
+    assert resumed[0]["step"] in (saved + 1, saved + 1 - SAVE_EVERY)
+    assert resumed[-1]["step"] == STEPS
+    for line in metrics(broken):
+        assert line["loss"] == pytest.approx(expected[line["step"]], abs=0.01), line
+    assert expected[STEPS] < expected[1] - 0.5

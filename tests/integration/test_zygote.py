@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warm spares: what a worker made from one sees, and when one is not used."""
+
+import json
+import os
+import signal
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.process_agent import TIMEOUT_S, Agent, Event, alive, read_progress
+from tests.waiting import until
+
+LATENCY_S_MAX = 0.5
+"""Generous: what is measured is printed, and a busy machine must not fail the test."""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    with Agent(tmp_path) as agent:
+        yield agent
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return name
+
+
+def output(started: Event) -> str:
+    return str(started["path"].read_text())
+
+
+def finish(agent: Agent, *argv: str, how: str, **options: object) -> str:
+    """Run a worker to its end; its output."""
+    started, ended = agent.run(*argv, **options)
+    errors = Path(f"{started['path']}.err").read_text()
+    assert (started["how"], ended["code"], errors) == (how, 0, "")
+    return output(started)
+
+
+SEES = """
+    import sys
+    before = "decimal" in sys.modules
+    import decimal, json, os
+    print(json.dumps({
+        "before": before, "argv": sys.argv, "path": sys.path, "file": __file__,
+        "cwd": os.getcwd(), "env": dict(os.environ), "spec": __spec__, "name": __name__,
+        "main": sys.modules["__main__"].before is before, "stdin": sys.stdin.read(),
+        "session": os.getsid(0) == os.getpid(), "globals": sorted(globals()),
+        "fds": sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0].rstrip(".er0123456789")
+                      for fd in os.listdir("/proc/self/fd")
+                      if os.path.exists(f"/proc/self/fd/{fd}")),
+        "signals": open("/proc/self/status").read().split("SigBlk:")[1].split("CapInh")[0],
+    }))
+"""
+
+
+def test_forked_worker_sees_what_a_cold_one_sees(agent: Agent, tmp_path: Path) -> None:
+    script = write(tmp_path, "sub/train.py", SEES)
+    env = {"RANK": "0", "COLOUR": "grün"}
+    cold = json.loads(finish(agent, script, "--x", "a b", how="cold", env=env))
+    agent.wait_for_spare("ready")
+    warm = json.loads(finish(agent, script, "--x", "a b", how="zygote", env=env))
+    assert (cold.pop("before"), warm.pop("before")) == (False, True)
+    assert warm == cold
+    rank = json.loads(finish(agent, script, how="zygote", env={"RANK": "3", "COLOUR": "grün"}))
+    assert (rank["env"]["RANK"], rank["argv"]) == ("3", [script])
+
+
+def test_module_runs_from_a_spare(agent: Agent, tmp_path: Path) -> None:
+    write(tmp_path, "pkg/__init__.py", "")
+    write(
+        tmp_path, "pkg/run.py", "import sys, decimal; print(sys.argv, sys.path[0], __spec__.name)"
+    )
+    cold = finish(agent, "pkg.run", "1", how="cold", mode="module")
+    agent.wait_for_spare("ready")
+    assert finish(agent, "pkg.run", "1", how="zygote", mode="module") == cold
+
+
+def test_multiprocessing_spawn_and_exit_handlers_work_in_a_fork(
+    agent: Agent, tmp_path: Path
+) -> None:
+    script = write(
+        tmp_path,
+        "train.py",
+        """
+        import atexit, multiprocessing, decimal
+
+        class Task:
+            def __init__(self, value): self.value = value
+
+        def double(task): return Task(task.value * 2)
+
+        if __name__ == "__main__":
+            atexit.register(print, "handler")
+            for method in ("spawn", "fork", "forkserver"):
+                with multiprocessing.get_context(method).Pool(1) as pool:
+                    print(method, pool.apply(double, (Task(4),)).value)
+        """,
+    )
+    expected = "spawn 8\nfork 8\nforkserver 8\nhandler\n"
+    assert finish(agent, script, how="cold") == expected
+    agent.wait_for_spare("ready")
+    assert finish(agent, script, how="zygote") == expected
+
+
+def test_edited_user_code_is_what_runs(agent: Agent, tmp_path: Path) -> None:
+    script = write(tmp_path, "train.py", "import decimal, model; print(model.SIZE)")
+    write(tmp_path, "model.py", "import fractions\nSIZE = 1\n")
+    assert finish(agent, script, how="cold") == "1\n"
+    agent.wait_for_spare("ready")
+    write(tmp_path, "model.py", "import fractions\nSIZE = 200\n")
+    assert finish(agent, script, how="zygote") == "200\n"
+
+
+def test_changed_library_outside_the_script_folder_is_noticed(
+    tmp_path: Path,
+) -> None:
+    work, library = tmp_path / "work", tmp_path / "library"
+    work.mkdir()
+    write(library, "model.py", "SIZE = 1\n")
+    script = write(work, "train.py", "import model; print(model.SIZE)")
+    env = {"PYTHONPATH": str(library)}
+    with Agent(work) as agent:
+        assert finish(agent, script, how="cold", env=env) == "1\n"
+        agent.wait_for_spare("ready")
+        assert finish(agent, script, how="zygote", env=env) == "1\n"
+        write(library, "model.py", "SIZE = 200\n")
+        assert finish(agent, script, how="cold", env=env) == "200\n"
+        assert "model.py has changed" in agent.wait("say")["text"]
+
+
+def test_changed_environment_is_not_served_by_an_old_spare(agent: Agent, tmp_path: Path) -> None:
+    script = write(tmp_path, "train.py", "import decimal")
+    finish(agent, script, how="cold")
+    agent.wait_for_spare("ready")
+    finish(agent, script, how="cold", env={"OMP_NUM_THREADS": "2"})
+    agent.wait_for_spare("ready")
+    finish(agent, script, how="zygote", env={"OMP_NUM_THREADS": "2"})
+
+
+def site_package(folder: Path, name: str, text: str) -> dict[str, str]:
+    """An installed library, and the environment in which it is found."""
+    write(folder, f"site-packages/{name}.py", text)
+    return {"PYTHONPATH": str(folder / "site-packages")}
+
+
+THREADED = """
+    import threading
+    started = threading.Thread(target=threading.Event().wait, daemon=True)
+    started.start()
+"""
+
+
+def test_module_with_a_thread_leads_to_one_shot_spares(agent: Agent, tmp_path: Path) -> None:
+    env = site_package(tmp_path, "threaded", THREADED)
+    text = "import sys; print('threaded' in sys.modules); import threaded"
+    text += "; print(threaded.started.is_alive())"
+    script = write(tmp_path, "train.py", text)
+    assert finish(agent, script, how="cold", env=env) == "False\nTrue\n"
+    agent.wait_for_spare("one-shot")
+    assert finish(agent, script, how="one-shot", env=env) == "True\nTrue\n"
+    agent.wait_for_spare("one-shot")
+    assert finish(agent, script, how="one-shot", env=env) == "True\nTrue\n"
+    (said,) = agent.so_far("say")
+    assert said["text"] == (
+        "The module threaded cannot be preloaded for forking, because it starts a thread when it"
+        " is imported; one-shot spares are used instead."
+    )
+
+
+def test_module_that_reads_its_rank_is_left_to_the_workers(agent: Agent, tmp_path: Path) -> None:
+    env = site_package(tmp_path, "ranked", "import os\nRANK = os.environ.get('RANK', 'none')\n")
+    script = write(
+        tmp_path,
+        "train.py",
+        "import sys; print('decimal' in sys.modules); import decimal, ranked; print(ranked.RANK)",
+    )
+    finish(agent, script, how="cold", env=env | {"RANK": "0"})
+    agent.wait_for_spare("ready")
+    assert finish(agent, script, how="zygote", env=env | {"RANK": "1"}) == "True\n1\n"
+    (said,) = agent.so_far("say")
+    assert "The module ranked cannot be preloaded" in said["text"]
+    assert "it reads RANK when it is imported" in said["text"]
+
+
+def test_module_that_kills_its_process_turns_spares_off(agent: Agent, tmp_path: Path) -> None:
+    text = "import os\nif 'RANK' not in os.environ: os.abort()\n"
+    env = site_package(tmp_path, "fatal", text)
+    finish(agent, write(tmp_path, "train.py", "import fatal"), how="cold", env=env | {"RANK": "0"})
+    agent.wait_for_spare("off: spares die while they import the workers' modules")
+    finish(agent, "train.py", how="cold", env=env | {"RANK": "0"})
+
+
+def test_dead_and_silent_zygotes_are_replaced(agent: Agent, tmp_path: Path) -> None:
+    script = write(tmp_path, "train.py", "import decimal")
+    finish(agent, script, how="cold")
+    agent.wait_for_spare("ready")
+    os.kill(spares_of(agent)[0], signal.SIGKILL)
+    assert "ended by signal 9" in agent.wait("say")["text"]
+    agent.wait_for_spare("ready")
+    until(lambda: len(spares_of(agent)) == 2, TIMEOUT_S, "a fork to stand by")
+    silent = spares_of(agent)
+    for pid in silent:
+        os.kill(pid, signal.SIGSTOP)
+    finish(agent, script, how="cold")
+    assert "did not answer within 2 s" in agent.wait("say")["text"]
+    finish(agent, script, how="cold")
+    until(lambda: not any(map(alive, silent)), TIMEOUT_S, "the silent spares to be gone")
+    agent.wait_for_spare("ready")
+    finish(agent, script, how="zygote")
+
+
+def spares_of(agent: Agent) -> list[int]:
+    """The zygote first, then the forks that stand by."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    shown = [(int(c), Path(f"/proc/{c}/cmdline").read_bytes()) for c in children]
+    return sorted(pid for pid, words in shown if b"\0spare\0" in words)
+
+
+def test_forked_workers_die_with_a_killed_agent(agent: Agent, tmp_path: Path) -> None:
+    script = write(
+        tmp_path, "train.py", "import decimal, signal, sys\nif sys.argv[1:]: signal.pause()\n"
+    )
+    finish(agent, script, how="cold")
+    agent.wait_for_spare("ready")
+    started = agent.start(script, "stay")
+    assert started["how"] == "zygote"
+    shown = Path(f"/proc/{started['pid']}/cmdline")
+    until(lambda: b"\0-u\0train.py\0stay\0" in shown.read_bytes(), TIMEOUT_S, "its own name")
+    pids = [started["pid"], *spares_of(agent)]
+    assert len(pids) >= 2
+    assert all(map(alive, pids))
+    agent.kill()
+    until(lambda: not any(map(alive, pids)), TIMEOUT_S, "worker and zygote to be gone")
+
+
+def test_exit_of_a_forked_worker_is_reported(agent: Agent, tmp_path: Path) -> None:
+    script = write(
+        tmp_path, "train.py", "import decimal, os, sys\nif sys.argv[1:]: eval(sys.argv[1])\n"
+    )
+    finish(agent, script, how="cold")
+    agent.wait_for_spare("ready")
+    endings = {
+        "os.kill(os.getpid(), 11)": (None, signal.SIGSEGV),
+        "sys.exit(7)": (7, None),
+        "1 / 0": (1, None),
+    }
+    for code, expected in endings.items():
+        started, ended = agent.run(script, code)
+        assert (started["how"], ended["code"], ended["signal"]) == ("zygote", *expected)
+    errors = Path(f"{started['path']}.err").read_text()
+    assert "holdfast" not in errors
+    assert errors.endswith("ZeroDivisionError: division by zero\n")
+
+
+TRAIN = """
+    import sys
+    before = "torch" in sys.modules
+    import numpy, torch
+    numbers = numpy.random.rand(2).tolist()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    print(before, *numbers)
+"""
+
+
+def test_torch_worker_is_forked_in_milliseconds_and_counts_steps(
+    agent: Agent, tmp_path: Path
+) -> None:
+    script, cell = write(tmp_path, "train.py", TRAIN), str(tmp_path / "progress")
+    streams = {finish(agent, script, how="cold", progress=cell)}
+    agent.wait_for_spare("ready")
+    for _ in range(3):
+        started, ended = agent.run(script, progress=cell)
+        assert (started["how"], ended["code"]) == ("zygote", 0)
+        progress = read_progress(cell)
+        assert progress.steps == 5
+        to_main_s = progress.main_at - started["began"]
+        print(
+            f"start to user code {to_main_s * 1e3:.1f} ms,"
+            f" to the first step {(progress.first_step_at - started['began']) * 1e3:.1f} ms"
+        )
+        assert to_main_s < LATENCY_S_MAX
+        assert output(started).startswith("True ")
+        streams.add(output(started))
+    assert len(streams) == 4  # Forks do not share one stream of random numbers.

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the tree to the style rules, and each rule to a snippet that it must catch."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from tests.tidy import rules
+from tests.tidy.rules import File, Finding
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SOURCE = "src/holdfast/*"
+TESTS = "tests/*"
+ALL = ("src/*", "tests/*", "bench/*", "examples/*")
+
+# Started by us, but the user's process from then on: these have nobody above them who would know.
+WORKER_ENTRY_POINTS = ("src/holdfast/worker/bootstrap.py", "src/holdfast/worker/zygote.py")
+
+BORDERS = ("src/holdfast/runtime/loop.py", "src/holdfast/cli/*", *WORKER_ENTRY_POINTS)
+"""Where everything may be caught, because the reaction (log, report, exit code) is known there."""
+
+RATCHET: dict[str, int] = {}
+"""Lines of what is too large for now, as "path" or "path::Class.function". It may only shrink."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where a rule applies, with a snippet that it must catch and one that it must let pass."""
+
+    check: Callable[[File], Iterable[Finding]]
+    bad: str
+    good: str
+    applies_to: tuple[str, ...] = (SOURCE,)
+    except_in: tuple[str, ...] = ()
+
+
+RULES = {
+    "line length": Rule(
+        rules.long_lines,
+        bad=f"x = '{'x' * 100}'\n",
+        good=f"x = '{'x' * 90}'\n",
+        applies_to=ALL,
+    ),
+    "broad except only at borders": Rule(
+        rules.broad_handlers,
+        bad="try:\n    f()\nexcept (OSError, Exception):\n    raise\n",
+        good="try:\n    f()\nexcept OSError:\n    pass\n",
+        except_in=BORDERS,
+    ),
+    "broad except never swallows": Rule(
+        rules.silent_broad_handlers,
+        bad="try:\n    f()\nexcept Exception as e:\n    log.error('failed: %s', e)\n",
+        good="try:\n    f()\nexcept Exception:\n    log.exception('failed')\n",
+    ),
+    "no broad suppress": Rule(
+        rules.silent_broad_handlers,
+        bad="with contextlib.suppress(BaseException):\n    f()\n",
+        good="with contextlib.suppress(OSError):\n    f()\n",
+    ),
+    "wall clock only in observe": Rule(
+        rules.wall_clock,
+        bad="import time as t\nnow = t.time()\n",
+        good="import time\nnow = time.monotonic()\ntext = 'time.time()'\n",
+        except_in=("src/holdfast/runtime/observe.py",),
+    ),
+    "wall clock not imported by name": Rule(
+        rules.wall_clock,
+        bad="from time import time\n",
+        good="from time import monotonic\n",
+        except_in=("src/holdfast/runtime/observe.py",),
+    ),
+    "environment only in settings": Rule(
+        rules.environment,
+        bad="import os\nvalue = os.environ['HOME']\n",
+        good="def child(environ: dict[str, str]) -> str:\n    return environ['HOME']\n",
+        except_in=("src/holdfast/runtime/settings.py", *WORKER_ENTRY_POINTS),
+    ),
+    "environment not imported by name": Rule(
+        rules.environment,
+        bad="from os import getenv\n",
+        good="from os import getpid\n",
+        except_in=("src/holdfast/runtime/settings.py", *WORKER_ENTRY_POINTS),
+    ),
+    "no pickle": Rule(
+        rules.unsafe_formats,
+        bad="def load():\n    from pickle import loads\n",
+        good="import json\ntext = 'import pickle'\n",
+    ),
+    "no pickle by option": Rule(
+        rules.unsafe_formats,
+        bad="state = torch.load(path, weights_only=False)\n",
+        good="state = torch.load(path, weights_only=True)\n",
+    ),
+    "no sleep in tests": Rule(
+        rules.sleeps,
+        bad="import asyncio\nasync def test():\n    await asyncio.sleep(1)\n",
+        good="start(['sleep', '60'])\n",
+        applies_to=(TESTS,),
+    ),
+    "no mocks of the core": Rule(
+        rules.mocks,
+        bad="from unittest import mock\n",
+        good="from tests.waiting import until\n",
+        applies_to=("tests/core/*", "tests/scenarios/*", "tests/sim/*"),
+    ),
+    "no monkeypatch of the core": Rule(
+        rules.mocks,
+        bad="def test(monkeypatch):\n    pass\n",
+        good="def test(tmp_path):\n    pass\n",
+        applies_to=("tests/core/*", "tests/scenarios/*", "tests/sim/*"),
+    ),
+    "no private access in tests": Rule(
+        rules.private_access,
+        bad="assert driver._held == {}\n",
+        good="class Fake:\n    def f(self):\n        return self._x, super()._y, self.__class__\n",
+        applies_to=(TESTS,),
+    ),
+    "no private imports in tests": Rule(
+        rules.private_access,
+        bad="from holdfast.core.kernel import _Router\n",
+        good="from holdfast.core.kernel import Router\n",
+        applies_to=(TESTS,),
+    ),
+    "frozen dataclasses": Rule(
+        rules.mutable_dataclasses,
+        bad="@dataclass(frozen=True)\nclass Joined:\n    node: int\n",
+        good=(
+            "@dataclass(frozen=True, slots=True)\nclass Joined:\n    node: int\n"
+            "@dataclass(slots=True)\nclass _Member:\n    seen_at: float\n"
+            "@dataclass(slots=True)\nclass RoundState:\n    number: int\n"
+        ),
+        applies_to=("src/holdfast/model/*", "src/holdfast/protocol/*", "src/holdfast/core/*"),
+    ),
+    "no TODO without issue": Rule(
+        rules.promises,
+        bad="x = 1  # TODO: later\n",
+        good="x = 1  # TODO(#12): when nodes have names\ny = 'TODO'\n",
+        applies_to=ALL,
+    ),
+    "no commented-out line": Rule(
+        rules.commented_out_code,
+        bad="x = 1\n# y = f(x)\n",
+        good="# Give work back before regrouping.\n# note: workers\nx = 1  # seconds\n",
+        applies_to=ALL,
+    ),
+    "no commented-out block": Rule(
+        rules.commented_out_code,
+        bad="# if ready:\n#     (start or stop)\nx = 1\n",
+        good="# if ready: start the\n# next round\nx = 1\n",
+        applies_to=ALL,
+    ),
+    "licence line": Rule(
+        rules.missing_licence,
+        bad='"""A module."""\n',
+        good=f"#!/usr/bin/env python3\n{rules.SPDX}\n",
+        applies_to=ALL,
+    ),
+    "module docstring": Rule(
+        rules.missing_docstring,
+        bad=f"{rules.SPDX}\nx = 1\n",
+        good=f'{rules.SPDX}\n"""Why it exists."""\nx = 1\n',
+        applies_to=ALL,
+    ),
+    "exports": Rule(
+        rules.wrong_exports,
+        bad="from holdfast.client.data import shards\n__all__ = ['barrier']\n",
+        good=(
+            "from typing import Final\nfrom .data import shards\n"
+            "N: Final = 1\n__all__ = ['N', 'shards']\n"
+        ),
+        applies_to=tuple(
+            f"src/holdfast/{name}/__init__.py" for name in ("client", "torch", "ports")
+        ),
+    ),
+}
+
+
+def files(*patterns: str) -> dict[str, File]:
+    """The files that match, by their path from the root; empty where nothing is written yet."""
+    found = {}
+    for pattern in patterns:
+        folder, _, rest = pattern.partition("/")
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if fnmatch(name, f"{folder}/{rest}"):
+                found[name] = File(path.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("name", {rule.check: name for name, rule in RULES.items()}.values())
+def test_the_tree_follows_the_rule(name: str) -> None:
+    """Once per check: entries that share a check differ in their snippets only."""
+    rule = RULES[name]
+    breaches = [
+        f"{path}:{finding.line}: {finding.what}"
+        for path, file in files(*rule.applies_to).items()
+        if not any(fnmatch(path, pattern) for pattern in rule.except_in)
+        for finding in rule.check(file)
+    ]
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_rule_can_fail(name: str) -> None:
+    rule = RULES[name]
+    assert list(rule.check(File(rule.bad))), "the bad snippet was not caught"
+    assert not list(rule.check(File(rule.good))), "the good snippet was caught"
+
+
+def ratchet_breaches(over: dict[str, int], ratchet: dict[str, int]) -> list[str]:
+    """What is too large and not in the ratchet, or not as the ratchet says."""
+    breaches = []
+    for name in sorted(over.keys() | ratchet.keys()):
+        lines, allowed = over.get(name), ratchet.get(name)
+        if lines is None:
+            breaches.append(f"{name}: within the limit now, remove it from RATCHET")
+        elif allowed is None or lines > allowed:
+            breaches.append(f"{name}: {lines} lines are too many, divide it")
+        elif lines < allowed:
+            breaches.append(f"{name}: shrunk to {lines} lines, lower its RATCHET entry")
+    return breaches
+
+
+def test_sizes() -> None:
+    over = {
+        f"{path}::{name}" if name else path: lines
+        for path, file in files(*ALL).items()
+        for name, lines in rules.sizes_over_limit(file).items()
+    }
+    breaches = ratchet_breaches(over, RATCHET)
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+def test_sizes_are_measured() -> None:
+    function = "    def f(self):\n" + "        x = 1\n" * 60
+    assert rules.sizes_over_limit(File("class A:\n" + function)) == {"A.f": 61}
+    assert rules.sizes_over_limit(File("class A:\n" + "    x = 1\n" * 250)) == {"A": 251}
+    assert rules.sizes_over_limit(File("x = 1\n" * 501)) == {"": 501}
+    assert rules.sizes_over_limit(File("x = 1\n" * 500)) == {}
+
+
+@pytest.mark.parametrize(
+    ("lines", "allowed", "is_breach"),
+    [(70, None, True), (71, 70, True), (70, 70, False), (65, 70, True), (None, 70, True)],
+    ids=["new", "grown", "as before", "shrunk", "stale"],
+)
+def test_the_ratchet_only_shrinks(lines: int | None, allowed: int | None, is_breach: bool) -> None:
+    over = {} if lines is None else {"a.py::f": lines}
+    ratchet = {} if allowed is None else {"a.py::f": allowed}
+    assert bool(ratchet_breaches(over, ratchet)) is is_breach
