@@ -117,7 +117,7 @@ class Job:
         job_rules: m.JobRules | None = None,
         nproc: int = 1,
         host: str = "",
-        round: int = 0,  # noqa: A002 - the wire's word
+        round: int = 0,
         node: int = -1,
         rank: int = -1,
         incarnation: int | None = None,
@@ -151,7 +151,7 @@ class Job:
         name: str,
         at: float | None = None,
         *,
-        round: int = 0,  # noqa: A002 - the wire's word
+        round: int = 0,
         steps: int = 0,
         step: int = -1,
         first: float = -1.0,
@@ -162,9 +162,7 @@ class Job:
 
     def started(self, name: str, round_number: int, at: float | None = None) -> Outcome:
         report = m.WorkersStarted(round_number, 5000 + round_number, "zygote", 0.05)
-        return self.feed(
-            ev.StartReported(self.node_of[name], self.link(name), 1, report), at
-        )
+        return self.feed(ev.StartReported(self.node_of[name], self.link(name), 1, report), at)
 
     def failed(
         self,
@@ -179,9 +177,7 @@ class Job:
             0, 0, 77, 1, None, str(reason), "exited with code 1", last_step_ago_s=last
         )
         report = m.WorkersFailed(round_number, (info,))
-        return self.feed(
-            ev.FailureReported(self.node_of[name], self.link(name), 1, report), at
-        )
+        return self.feed(ev.FailureReported(self.node_of[name], self.link(name), 1, report), at)
 
     def done(self, name: str, round_number: int, at: float | None = None) -> Outcome:
         report = m.WorkersDone(round_number)

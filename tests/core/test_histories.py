@@ -14,9 +14,7 @@ from tests.core.histories import ACTIONS, SLOTS, SPECS, Player, Step, digest_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
-steps = st.tuples(
-    st.integers(0, ACTIONS - 1), st.integers(0, SLOTS - 1), st.integers(0, 23)
-)
+steps = st.tuples(st.integers(0, ACTIONS - 1), st.integers(0, SLOTS - 1), st.integers(0, 23))
 
 
 @pytest.mark.parametrize("number", range(len(SPECS)))

@@ -15,23 +15,21 @@ from holdfast.model.node import ExitReason, Phase
 from holdfast.protocol import messages as m
 from tests.core.harness import Job, answers, of_kind, pushes, rules, running_pair, worlds
 
-QUIET = JobSpec(silence_s=10_000.0, lease_s=20_000.0)
-
 
 def quiet(**spec: int | float | bool) -> Job:
     return Job(JobSpec(silence_s=10_000.0, lease_s=20_000.0, **spec))  # type: ignore[arg-type]
 
 
-def run_worlds(job: Job, **attach: int) -> dict[int, m.RunWorld]:
+def run_worlds(job: Job) -> dict[int, m.RunWorld]:
     """Attach ten agents at once; the world each node was told to run."""
     told: dict[int, m.RunWorld] = {}
     for number in range(10):
-        outcome = job.attach(f"n{number}", rank=number, **attach)
+        outcome = job.attach(f"n{number}", rank=number)
         told |= {node: body for node, body in pushes(outcome) if isinstance(body, m.RunWorld)}
     return told
 
 
-# ---- rendezvous (CP 10.5, AC 10) ------------------------------------------------------------------
+# ---- rendezvous (CP 10.5, AC 10) -----------------------------------------------------------------
 
 
 def test_weakness_unit_rounding_never_gives_an_empty_world() -> None:
@@ -170,7 +168,7 @@ def test_weakness_everybody_is_told_in_the_step_that_decides() -> None:
 
 
 def test_weakness_a_correlated_loss_is_one_incident() -> None:
-    """A switch fails: all its nodes are lost in one step. One round breaks, one budget unit goes."""
+    """A switch fails, all its nodes are lost in one step: one round breaks, one unit is used."""
     spec = JobSpec(min_nodes=1, max_nodes=10)
     job = Job(spec)
     for number in range(10):
@@ -222,7 +220,7 @@ def test_weakness_an_old_agent_does_not_come_in_through_a_new_master() -> None:
         assert refusal.kind == "fenced"
 
 
-# ---- node lifecycle (CP 3.5, 6.x, AC 15) ----------------------------------------------------------
+# ---- node lifecycle (CP 3.5, 6.x, AC 15) ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.GONE])
@@ -231,7 +229,8 @@ def test_weakness_a_deleted_or_vanished_running_node_is_replaced(phase: Phase) -
     job = quiet(managed=True)
     job.attach("a", node=0)
     outcome = job.seen(0, phase)
-    assert of_kind(cmd.LaunchNode, outcome.commands) == [cmd.LaunchNode(1, 0)]  # type: ignore[arg-type]
+    (order,) = of_kind(cmd.LaunchNode, outcome.commands)
+    assert (order.node_id, order.node_rank) == (1, 0)
 
 
 def test_weakness_a_deleted_pending_node_is_not_pending() -> None:
@@ -367,7 +366,7 @@ def test_weakness_an_unknown_class_of_failure_stops_nothing() -> None:
 
 
 def test_weakness_a_node_given_up_learns_of_it() -> None:
-    """CP 13.6: a node that was only slow went on for ever in a world that had gone on without it."""
+    """CP 13.6: a node that was only slow went on for ever in a world that had left it behind."""
     job = Job(JobSpec(min_nodes=1, max_nodes=2))
     job.attach("a")
     job.attach("b")
@@ -379,7 +378,7 @@ def test_weakness_a_node_given_up_learns_of_it() -> None:
     ]
 
 
-# ---- key-value store, syncs, barriers (CP 10.6, 11, 13.5, 13.6, AC 8, 13) -------------------------
+# ---- key-value store, syncs, barriers (CP 10.6, 11, 13.5, 13.6, AC 8, 13) ------------------------
 
 
 def test_weakness_add_is_atomic_at_the_server() -> None:

@@ -24,7 +24,7 @@ from holdfast.agent.processes import Processes, RunMode, WorkerOrder
 from holdfast.worker.progress import Progress, ProgressCell
 from tests.waiting import until
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 ROOT = Path(__file__).parents[2]
 BIG = 1 << 20
 

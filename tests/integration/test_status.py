@@ -225,6 +225,13 @@ def test_a_master_with_a_busy_port(home: Home) -> None:
     assert the_sentence(ended.stderr).startswith(f"cannot listen on {address}: ")
 
 
+@pytest.mark.parametrize("state", ["/dev/null", "/proc/holdfast"])
+def test_a_state_directory_that_cannot_be(home: Home, state: str) -> None:
+    ended = home.run("master", "--job", "t", "--state", state)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert state in the_sentence(ended.stderr)
+
+
 def test_an_agent_with_the_wrong_token_is_refused(home: Home) -> None:
     async def knock(master: Master) -> None:
         await connect(master.address, HollowAgent(), b"0" * 64)

@@ -200,7 +200,9 @@ def test_dead_and_silent_zygotes_are_replaced(agent: Agent, tmp_path: Path) -> N
     script = write(tmp_path, "train.py", "import decimal")
     finish(agent, script, how="cold")
     agent.wait_for_spare("ready")
-    os.kill(spares_of(agent)[0], signal.SIGKILL)
+    until(lambda: len(spares_of(agent)) == 2, TIMEOUT_S, "a fork to stand by")
+    for pid in spares_of(agent):
+        os.kill(pid, signal.SIGKILL)
     assert "ended by signal 9" in agent.wait("say")["text"]
     agent.wait_for_spare("ready")
     until(lambda: len(spares_of(agent)) == 2, TIMEOUT_S, "a fork to stand by")
@@ -208,7 +210,7 @@ def test_dead_and_silent_zygotes_are_replaced(agent: Agent, tmp_path: Path) -> N
     for pid in silent:
         os.kill(pid, signal.SIGSTOP)
     finish(agent, script, how="cold")
-    assert "did not answer within 2 s" in agent.wait("say")["text"]
+    assert "The warm spare cannot be used" in agent.wait("say")["text"]
     finish(agent, script, how="cold")
     until(lambda: not any(map(alive, silent)), TIMEOUT_S, "the silent spares to be gone")
     agent.wait_for_spare("ready")
@@ -256,6 +258,28 @@ def test_exit_of_a_forked_worker_is_reported(agent: Agent, tmp_path: Path) -> No
     errors = Path(f"{started['path']}.err").read_text()
     assert "holdfast" not in errors
     assert errors.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_workers_of_a_node_are_started_at_once(agent: Agent, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "train.py",
+        "import os, signal, decimal; print(os.getenv('RANK')); signal.pause()",
+    )
+    for round_number in range(3):
+        for rank in range(3):
+            name = str(tmp_path / f"rank-{round_number}-{rank}")
+            order = {"local_rank": rank, "argv": [script], "mode": "script", "progress": ""}
+            agent.send("start", env={"RANK": str(rank)}, out=name, **order)
+        started = [agent.wait("started") for _ in range(3)]
+        assert {one["how"] for one in started} == {"zygote" if round_number else "cold"}
+        for one in started:
+            path = Path(one["out"])
+            until(path.read_text, TIMEOUT_S, "the worker's output")
+            assert path.read_text() == f"{path.name[-1]}\n"
+        agent.wait_for_spare("ready")
+        agent.send("kill_now")
+        assert {agent.wait("exit")["local_rank"] for _ in range(3)} == {0, 1, 2}
 
 
 TRAIN = """

@@ -124,11 +124,12 @@ class Scenario:
         if "restarts" in words:
             worker_restarts[ExitReason.ERROR] = int(words.pop("restarts"))
         managed = words.pop("managed", "no") == "yes"
+        given = {SPEC_KEYS[key]: _number(value) for key, value in words.items()}
         spec = JobSpec(
             managed=managed,
             node_relaunches=relaunches,
             worker_restarts=worker_restarts,
-            **{SPEC_KEYS[key]: _number(value) for key, value in words.items()},  # type: ignore[arg-type]
+            **given,  # type: ignore[arg-type]
         )
         self._job = Job(spec, started=False)
         return [*self._described(self.job.feed(ev.MasterStarted())), self._deadline()]
@@ -249,9 +250,7 @@ class Scenario:
 
 def _rules(job: Job, words: Words) -> m.JobRules:
     """What this agent was started with: the job's rules unless the line says otherwise."""
-    changed = {
-        RULES_KEYS[key]: _number(words.pop(key)) for key in list(words) if key in RULES_KEYS
-    }
+    changed = {RULES_KEYS[key]: _number(words.pop(key)) for key in list(words) if key in RULES_KEYS}
     spec = dataclasses.replace(job.spec, **changed)  # type: ignore[arg-type]
     return m.JobRules(
         spec.min_nodes,
@@ -287,7 +286,8 @@ def _described(thing: object) -> str:
     """A class name and its fields, without those that say nothing or are the same everywhere."""
     if isinstance(thing, m.RunWorld):
         return (
-            f"RunWorld {thing.round}/{thing.generation} group={thing.group_rank}/{thing.group_size} "
+            f"RunWorld {thing.round}/{thing.generation} "
+            f"group={thing.group_rank}/{thing.group_size} "
             f"ranks_from={thing.rank_offset}/{thing.world_size} store={thing.store_port} "
             f"restarts={thing.restarts}{' planned' if thing.planned else ''}"
         )

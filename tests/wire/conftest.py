@@ -5,7 +5,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest tests/wire --rewrite-golden`: a changed line means that old peers do not understand."""
+    """`pytest tests/wire --rewrite-golden`: a changed line is one that old peers misunderstand."""
     parser.addoption(
         "--rewrite-golden",
         action="store_true",

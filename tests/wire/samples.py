@@ -150,7 +150,7 @@ RECORDS: list[Record] = [
     rec.RelaunchCounted(node_rank=2, reason="oom"),
     rec.CountersSet(next_node_id=7, next_incarnation=9),
     rec.ScopesDropped(before=3, nodes=2),
-    rec.WorldAgreed(world=WORLD, reason="the job starts", planned=True),
+    rec.WorldAgreed(world=WORLD, reason="the job starts", planned=True, restarts=1),
     rec.KvChanged(
         scope=3,
         keys=("a", "b"),

@@ -22,6 +22,7 @@ from holdfast.worker.zygote import MESSAGE_BYTES_MAX, Settings, is_per_rank
 
 _QUIET_S = 1.0
 _ANSWER_TIMEOUT_S = 2.0
+_IMPORT_TIMEOUT_S = 120.0
 _FIRST_BATCH = 200
 _EARLY_DEATHS_MAX = 3
 _COMMAND_LINE_BYTES = 1024
@@ -312,7 +313,11 @@ class Spares:
             size = 1 if spare.is_ready else _FIRST_BATCH
             batch = self._names[spare.taught : spare.taught + size]
             wanted = [name for name in batch if _package(name) not in self._left_out]
-            answer = await spare.ask({"imports": wanted})
+            try:
+                answer = await spare.ask({"imports": wanted}, timeout_s=_IMPORT_TIMEOUT_S)
+            except SpareGoneError as gone:
+                self._lost(spare, f"A warm spare cannot be prepared, {gone}.")
+                raise
             if answer["answer"] == "tainted":
                 self._drop_all()
                 raise TaintedError(**{k: answer[k] for k in ("module", "kind", "why")})
@@ -331,15 +336,19 @@ class Spares:
             self._turn_off("too many modules cannot be preloaded")
 
     def _died(self, spare: Spare, status: Status) -> None:
-        spare.let_go()
+        how = "by signal" if status.si_code != os.CLD_EXITED else "with code"
+        self._lost(spare, f"A warm spare ended {how} {status.si_status}; a new one will follow.")
+
+    def _lost(self, spare: Spare, sentence: str) -> None:
+        """Whoever notices first tells it and ends it, be it the process or the conversation."""
         if spare is self._zygote:
             self._zygote = None
         elif spare in self._standby:
             self._standby.remove(spare)
         else:
             return
-        how = "by signal" if status.si_code != os.CLD_EXITED else "with code"
-        self._say_once(f"A warm spare ended {how} {status.si_status}; a new one will be started.")
+        spare.end()
+        self._say_once(sentence)
         if not spare.is_ready:
             self._early_deaths += 1
             if self._early_deaths >= _EARLY_DEATHS_MAX:

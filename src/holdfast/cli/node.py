@@ -18,7 +18,9 @@ from holdfast.runtime.settings import node_settings
 
 def main(argv: Sequence[str]) -> int:
     """Run the agent that the launch file describes; who it is, the environment says."""
-    options = msgspec.json.decode(Path(argv[0]).read_bytes(), type=RunOptions)
+    options = msgspec.json.decode(
+        Path(argv[0]).read_bytes(), type=RunOptions, dec_hook=lambda kind, text: kind(text)
+    )
     node = node_settings()
     folder = make_folder()
     try:

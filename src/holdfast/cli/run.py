@@ -73,7 +73,8 @@ async def _run(options: RunOptions, folder: Path, say: Say) -> AgentEnd:
     if end.end is not None:
         last_words(end.end, console)
     if end.exit_code != 0:
-        say(f"the job failed: {end.reason}")
+        what = "the job failed" if end.end is not None else "stopped"
+        say(f"{what}: {end.reason}")
     return end
 
 
@@ -148,7 +149,7 @@ async def _master(
             local_nodes=1,
             spare_nodes=0,
         )
-        launch.write_bytes(msgspec.json.encode(node))
+        launch.write_bytes(msgspec.json.encode(node, enc_hook=str))
     ended = asyncio.create_task(master.run())
     status = asyncio.create_task(show_status(master.address, master.token_file, console))
     try:

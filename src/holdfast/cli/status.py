@@ -84,6 +84,8 @@ def _run(arguments: argparse.Namespace) -> int:
             print(state.decode(), flush=True)
         else:
             _print_view(state, target.http)
+            if arguments.follow:
+                print(flush=True)
 
     tell: Callable[[m.Story], None] = _print_story_json if arguments.json else _print_story
     try:
@@ -211,7 +213,15 @@ def _print_story_json(story: m.Story) -> None:
 
 
 def _print_story(story: m.Story) -> None:
-    print(f"{_duration(story.at_s):>12}  {_plain(story.text)}", flush=True)
+    when, text = f"{_duration(story.at_s):>12}", _plain(story.text)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print(f"{when}  {text}", flush=True)  # Whole lines, for grep.
+        return
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_row(when, Text(text))
+    console.print(grid)
 
 
 def _print_view(state: bytes, http: str) -> None:

@@ -86,7 +86,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     fatal: asyncio.Future[m.JobEnded] = loop.create_future()
 
-    def failed(exc: StateError) -> None:
+    def failed(exc: Exception) -> None:
         if not fatal.done():
             fatal.set_exception(exc)
 

@@ -15,13 +15,13 @@ def tell(event: Event) -> str:
             member = event.member
             return f"node rank {member.node_rank} {verb} from {member.host} ({member.nproc} workers)"
         case ev.NodeAbsent():
-            return f"the stream of node {event.node_id} broke; waiting for it to come back"
+            return f"the stream of node id {event.node_id} broke; it may come back"
         case ev.NodeLost():
             return f"node rank {event.node_rank} is lost: {event.message}"
         case ev.NodeOrdered():
             return f"node rank {event.node_rank} was ordered: {event.reason}"
         case ev.LeaseExpired():
-            return f"the lease of lost node {event.node_id} expired"
+            return f"the lease of lost node id {event.node_id} expired"
         case _:
             return _tell_of_worlds(event)
 

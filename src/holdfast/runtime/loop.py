@@ -2,8 +2,8 @@
 """The driver around a core: the only place that calls `handle`, so the core needs no lock.
 
 Order is the promise: the commands of a step are executed only when its records, and those of every
-step before it, are durable. While one batch is on its way to the disk, the next collects: under load
-many steps share one commit, and an idle master commits at once.
+step before it, are durable. While one batch is on its way to the disk, the next collects: under
+load many steps share one commit, and an idle master commits at once.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Driver:
         encode: Callable[[Record], bytes],
         execute: Callable[[Command], None],
         observe: Callable[[Event, float], None],
-        failed: Callable[[StateError], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._core = core
         self._journal = journal
@@ -71,7 +71,14 @@ class Driver:
             return
         now = self._clock()
         self._observe(event, now)
-        outcome = self._core.handle(event, now)
+        try:
+            outcome = self._core.handle(event, now)
+        except Exception as exc:
+            # A broken invariant: the state in memory cannot be trusted, the journal can. Stop here;
+            # whoever restarts the master gets the last good state back.
+            self.stop()
+            self._failed(exc)
+            raise
         for fact in outcome.facts:
             self._observe(fact, now)
         self._accept(outcome, now)

@@ -72,6 +72,8 @@ class WorldAgreed(Record, frozen=True):
     world: World
     reason: str
     planned: bool = False
+    restarts: int = 0
+    """How many worlds of this job failed before this one."""
 
 
 class RoundBroken(Record, frozen=True):

@@ -44,6 +44,7 @@ class Rendezvous:
         self._done: set[NodeId] = set()
         self._why = ""
         self._planned = False
+        self._restarts = 0
         #: Derived from the world: the position and the first worker rank of each node.
         self._index: dict[NodeId, int] = {}
         self._offsets: dict[NodeId, int] = {}
@@ -289,6 +290,7 @@ class Rendezvous:
                 ),
                 self._next_why,
                 planned,
+                self._restarts + (self._round > 0 and not planned),
             ),
         )
         world = self._world
@@ -320,7 +322,7 @@ class Rendezvous:
             store_host=first.host,
             store_port=first.store_port,
             store_hosted=first.store_hosted,
-            restarts=world.round - 1,
+            restarts=self._restarts,
             reason=self._why,
             planned=self._planned,
         )
@@ -350,6 +352,7 @@ class Rendezvous:
                 self._offsets = record.world.rank_offsets()
                 self._broken = ""
                 self._why, self._planned = record.reason, record.planned
+                self._restarts = record.restarts
                 self._done = set()
                 self._started = set()
                 self._leased = set()
@@ -362,7 +365,7 @@ class Rendezvous:
 
     def snapshot(self) -> Iterable[Record]:
         if self._world is not None:
-            yield rec.WorldAgreed(self._world, self._why, self._planned)
+            yield rec.WorldAgreed(self._world, self._why, self._planned, self._restarts)
             if self._broken:
                 yield rec.RoundBroken(self._round, self._broken)
             for node_id in sorted(self._done):

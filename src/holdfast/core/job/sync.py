@@ -56,7 +56,8 @@ class Sync:
         self._held: dict[int, _Held] = {}
         self._held_by_node: dict[NodeId, set[int]] = {}
         self._next_held = 0
-        self._waiting_for: dict[tuple[int, str], list[int]] = {}
+        #: The held requests that wait for each key, in the order in which they came.
+        self._waiting_for: dict[tuple[int, str], dict[int, None]] = {}
         self._arrived: dict[tuple[int, str], dict[str, int]] = {}
         self._timeouts: list[tuple[float, int]] = []
         self._nodes: set[NodeId] = set()
@@ -198,7 +199,7 @@ class Sync:
         self._held[number] = _Held(event, keys)
         self._held_by_node.setdefault(event.node_id, set()).add(number)
         for key in sorted(keys):
-            self._waiting_for.setdefault((event.body.scope, key), []).append(number)
+            self._waiting_for.setdefault((event.body.scope, key), {})[number] = None
         # In this order, a time-out that is not a number counts as 0.
         heappush(self._timeouts, (now + min(max(0.0, timeout_s), WAIT_MAX_S), number))
         return number
@@ -213,11 +214,9 @@ class Sync:
     def _stop_waiting(self, number: int, held: _Held) -> None:
         for key in held.missing:
             waited = (held.request.body.scope, key)
-            waiting = self._waiting_for.get(waited, [])
-            if number in waiting:
-                waiting.remove(number)
-                if not waiting:
-                    del self._waiting_for[waited]
+            waiting = self._waiting_for.get(waited, {})
+            if waiting.pop(number, True) is None and not waiting:
+                del self._waiting_for[waited]
 
     def _key_arrived(self, outcome: Outcome, scope_number: int, key: str) -> None:
         for number in self._waiting_for.pop((scope_number, key), ()):
@@ -232,7 +231,7 @@ class Sync:
                 gone = {other for other in body.keys if other not in scope.values}
                 for other in sorted(gone):
                     held.missing.add(other)
-                    self._waiting_for.setdefault((scope_number, other), []).append(number)
+                    self._waiting_for.setdefault((scope_number, other), {})[number] = None
                 if not gone:
                     self._unhold(number)
                     _answer(outcome, held.request, self._found(body, scope))
@@ -265,9 +264,9 @@ class Sync:
                     self._hold(event, {_queue_key(body.key)}, body.timeout_s, now)
 
     def _serve_queue(self, outcome: Outcome, scope_number: int, key: str) -> None:
-        waiting = self._waiting_for.get((scope_number, _queue_key(key)), [])
+        waiting = self._waiting_for.get((scope_number, _queue_key(key)), {})
         while waiting and self._scopes[scope_number].queues.get(key):
-            held = self._unhold(waiting[0])
+            held = self._unhold(next(iter(waiting)))
             assert held is not None
             self._pop(outcome, held.request)
 
@@ -295,9 +294,9 @@ class Sync:
         size = body.size
         if size == 0:
             size = len(self._nodes) if body.scope == JOB_SCOPE else self._world_nodes
-        waiting = [self._held[number] for number in arrived.values() if number in self._held]
-        if not waiting or len(waiting) < size:
+        if not arrived or len(arrived) < size:
             return
+        waiting = [self._held[number] for number in arrived.values()]
         scope = self._scopes.setdefault(body.scope, _Scope())
         generation = scope.barriers.get(body.name, 0) + 1
         sessions = tuple((held.request.session, held.request.seq) for held in waiting)

@@ -28,7 +28,7 @@ class Verdicts:
         self._rules: m.JobRules | None = None
         self._used: dict[ExitReason, int] = {}
         self._closed: rec.JobClosed | None = None
-        #: Of nodes that are lost in one step, the first breaks the round and the others only follow.
+        #: Of nodes lost in one step the first breaks the round, and the others only follow.
         self._judged = Round(0)
 
     def handle(self, event: Event, now: float) -> Outcome:
