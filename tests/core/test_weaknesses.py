@@ -181,6 +181,19 @@ def test_weakness_a_correlated_loss_is_one_incident() -> None:
     assert len(job.incidents()) == 1
 
 
+def test_weakness_a_newcomer_does_not_hide_the_loss_of_the_one_it_replaces() -> None:
+    """CP 10.5: one join both broke the world and completed another; the loss went uncounted."""
+    job = quiet(min_nodes=2, max_nodes=4, last_call_s=1.0)
+    job.attach("a", rank=0)
+    job.attach("b", rank=1)
+    job.wait(1.0)
+    job.attach("c", rank=2)
+    outcome = job.attach("b2", rank=1)
+    assert worlds(outcome) == [[0, 1, 2]]
+    assert [fact.planned for fact in of_kind(ev.WorldFormed, outcome.facts)] == [False]
+    assert job.machines.progress.view(job.now)["stage"] == "restart"
+
+
 def test_weakness_a_closed_stream_of_somebody_who_left_delays_nobody() -> None:
     """A node that left must not be expected: the next world would wait a last call for it."""
     job = quiet(min_nodes=1, max_nodes=4, last_call_s=5.0)

@@ -166,6 +166,7 @@ class Program:
             spares=spares,
             base_env=os.environ,
             excluded_roots=(folder,),
+            on_warm=lambda: emit("warm"),
         )
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -199,18 +199,17 @@ def test_module_that_kills_its_process_turns_spares_off(agent: Agent, tmp_path: 
 def test_dead_and_silent_zygotes_are_replaced(agent: Agent, tmp_path: Path) -> None:
     script = write(tmp_path, "train.py", "import decimal")
     finish(agent, script, how="cold")
-    agent.wait_for_spare("ready")
-    until(lambda: len(spares_of(agent)) == 2, TIMEOUT_S, "a fork to stand by")
+    agent.wait("warm")
     for pid in spares_of(agent):
         os.kill(pid, signal.SIGKILL)
     assert "ended by signal 9" in agent.wait("say")["text"]
-    agent.wait_for_spare("ready")
-    until(lambda: len(spares_of(agent)) == 2, TIMEOUT_S, "a fork to stand by")
+    agent.wait("warm")
     silent = spares_of(agent)
+    assert len(silent) == 2
     for pid in silent:
         os.kill(pid, signal.SIGSTOP)
     finish(agent, script, how="cold")
-    assert "The warm spare cannot be used" in agent.wait("say")["text"]
+    assert "did not answer within 2 s" in agent.wait("say")["text"]
     finish(agent, script, how="cold")
     until(lambda: not any(map(alive, silent)), TIMEOUT_S, "the silent spares to be gone")
     agent.wait_for_spare("ready")

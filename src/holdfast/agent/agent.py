@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
 from holdfast.agent.group import Group, Program
 from holdfast.agent.network import ReservedPort
-from holdfast.agent.processes import Processes, WorkerExit
+from holdfast.agent.processes import Processes, RunMode, WorkerExit
 from holdfast.agent.relay import Relay
+from holdfast.agent.store_host import StoreHost
 from holdfast.agent.stream import MasterStream
 from holdfast.core.kernel import Command, Event, Tick
 from holdfast.core.node import events as ev
@@ -90,7 +92,9 @@ class Agent:
             spares=settings.spares,
             base_env=settings.program.env,
             excluded_roots=settings.excluded_roots,
+            on_warm=self._warm,
         )
+        self._stores = StoreHost(self._processes, self._offer_store)
         self._stream = MasterStream(
             self,
             settings.master,
@@ -116,6 +120,7 @@ class Agent:
                 if timer is not None:
                     timer.cancel()
             await server.close()
+            self._stores.close()
             await self._processes.close()
             if self._group is not None:
                 self._group.close()
@@ -178,6 +183,7 @@ class Agent:
         if self._old_port is not None:
             self._old_port.close()
         self._old_port, self._port = self._port, ReservedPort()
+        self._stores.round_begins(run.store_port)
         group = self._group = Group(self._settings.program, run, self._processes)
         began = self._loop.time()
         started, how, problem = await group.start()
@@ -188,6 +194,14 @@ class Agent:
         self._early_beats = [
             self._loop.call_later(pause_s, self._early_beat) for pause_s in EARLY_BEATS_S
         ]
+
+    def _warm(self) -> None:
+        """The spares are ready: prepare the next round's store from one of them."""
+        if self._group is not None and self._settings.program.mode is not RunMode.COMMAND:
+            self._run(self._stores.prepare(self._group.environment(0)))
+
+    def _offer_store(self, port: int) -> None:
+        self._stream.call(m.StoreOffered(port), lambda _: None)
 
     def _worker_exited(self, exit: WorkerExit) -> None:
         message, trace, last_step_ago_s = "", "", -1.0
@@ -210,6 +224,7 @@ class Agent:
             nproc=settings.program.launch.nproc,
             host=settings.host,
             store_port=self._port.number,
+            hosted_port=self._stores.port,
             round=self._core.round,
             node_id=settings.node_id,
             node_rank=settings.node_rank,
@@ -249,7 +264,7 @@ class Agent:
 
     def _report(self, body: m.WorkersStarted | m.WorkersFailed | m.WorkersDone | m.Leave) -> None:
         if isinstance(body, m.WorkersStarted):
-            body = m.WorkersStarted(body.round, self._port.number, body.how, body.took_s)
+            body = replace(body, store_port=self._port.number)
         self._unreported += 1
         self._all_reported.clear()
 

@@ -61,6 +61,17 @@ class Group:
         how = min((worker.how for worker in self._workers.values()), default="cold")
         return frozenset(self._workers), how, problem
 
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """The whole environment of one worker."""
+        return worker_environment(
+            self._program.env,
+            self._program.launch,
+            self.run,
+            local_rank,
+            error_file=str(self._error_file(local_rank)),
+            progress=str(self._folder(local_rank) / "progress"),
+        )
+
     async def _start_one(self, local_rank: int) -> Worker:
         program, folder = self._program, self._folder(local_rank)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,19 +87,11 @@ class Group:
             for name, error in (("stdout.log", False), ("stderr.log", True))
         )
         self._streams[local_rank] = (out, err)
-        env = worker_environment(
-            program.env,
-            program.launch,
-            self.run,
-            local_rank,
-            error_file=str(self._error_file(local_rank)),
-            progress=progress,
-        )
         order = WorkerOrder(
             local_rank=local_rank,
             argv=program.argv,
             mode=program.mode,
-            env=env,
+            env=self.environment(local_rank),
             stdout=out.worker_end,
             stderr=err.worker_end,
             progress=progress,

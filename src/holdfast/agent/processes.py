@@ -18,7 +18,7 @@ from holdfast.agent.children import Brood, Child, Status
 from holdfast.agent.spares import Spares
 from holdfast.worker.bootstrap import PROGRAM, Assignment, RunMode
 
-__all__ = ["Processes", "RunMode", "Worker", "WorkerExit", "WorkerOrder"]
+__all__ = ["Processes", "RunMode", "Service", "Worker", "WorkerExit", "WorkerOrder"]
 
 _KILL_TIMEOUT_S = 5.0
 _READ_BYTES = 64 * 1024
@@ -106,6 +106,22 @@ class ImportLine:
         self._on_names([line.decode(errors="replace") for line in lines])
 
 
+class Service:
+    """A process of the agent's own. It is no worker: `stop` and `kill_now` leave it alone."""
+
+    def __init__(self, child: Child, line: ImportLine) -> None:
+        self._child = child
+        self._line = line
+        child.on_exit = lambda _status: line.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._child.is_running
+
+    def end(self) -> None:
+        self._child.signal_group(signal.SIGKILL)
+
+
 class Processes:
     """Starts and ends workers. To be constructed inside the running event loop of the agent's
     main thread; at most one per process, because it takes SIGCHLD and adopts orphans."""
@@ -120,9 +136,11 @@ class Processes:
         spares: bool,
         base_env: Mapping[str, str],
         excluded_roots: tuple[str, ...],
+        on_warm: Callable[[], None] = lambda: None,
     ) -> None:
         """`say` takes a sentence for the user; modules under `excluded_roots` are the user's own
-        and never preloaded; `base_env` is what helper processes of the agent run with."""
+        and never preloaded; `base_env` is what helper processes of the agent run with; `on_warm`
+        is told whenever all spares are ready."""
         self._on_exit = on_exit
         self._on_stopped = on_stopped
         self._on_continued = on_continued
@@ -140,6 +158,7 @@ class Processes:
             enabled=spares,
             workers_wanted=lambda: self._most_workers,
             say=say,
+            on_warm=on_warm,
         )
 
     @property
@@ -177,6 +196,22 @@ class Processes:
             self._spares.worker_started(order.env)
         return worker
 
+    async def start_service(self, order: WorkerOrder) -> Service | None:
+        """A process of the agent's own, forked from the zygote; None if there is none."""
+        if self.spare_state != "ready":
+            return None
+        line = ImportLine(lambda _names: None)
+        assignment = self._assignment(order, line)
+        fds = [order.stdout, order.stderr, assignment.line]
+        env = self._brood.marked(order.env)
+        taken = await self._spares.take(assignment, env, fds, _not_yet_known)
+        if taken is None:
+            line.close()
+            return None
+        service = Service(taken[0], line)
+        line.give_the_word()
+        return service
+
     def signal_all(self, sig: int) -> None:
         for worker in self._workers.values():
             if sig == signal.SIGSTOP:
@@ -212,15 +247,7 @@ class Processes:
 
     async def _start_child(self, order: WorkerOrder, line: ImportLine) -> tuple[Child, str]:
         env = self._brood.marked(order.env)
-        assignment = Assignment(
-            mode=order.mode,
-            argv=order.argv,
-            agent_pid=os.getpid(),
-            line=line.worker_end.fileno(),
-            learn=self._spares.enabled,
-            progress=order.progress,
-            excluded_roots=self._excluded_roots,
-        )
+        assignment = self._assignment(order, line)
         if order.mode is not RunMode.COMMAND:
             fds = [order.stdout, order.stderr, assignment.line]
             taken = await self._spares.take(assignment, env, fds, _not_yet_known)
@@ -238,6 +265,17 @@ class Processes:
             inherit=[assignment.line],
         )
         return child, "cold"
+
+    def _assignment(self, order: WorkerOrder, line: ImportLine) -> Assignment:
+        return Assignment(
+            mode=order.mode,
+            argv=order.argv,
+            agent_pid=os.getpid(),
+            line=line.worker_end.fileno(),
+            learn=self._spares.enabled,
+            progress=order.progress,
+            excluded_roots=self._excluded_roots,
+        )
 
     def _is_quiet(self) -> bool:
         return not self._workers and not self._starting and not self._spares.is_forking

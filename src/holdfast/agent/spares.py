@@ -120,11 +120,12 @@ class Spares:
         enabled: bool,
         workers_wanted: Callable[[], int],
         say: Callable[[str], None],
+        on_warm: Callable[[], None] = lambda: None,
     ) -> None:
         self._brood = brood
+        self._on_warm = on_warm
         self._workers_wanted = workers_wanted
-        self._say = say
-        self._said: set[str] = set()
+        self._say = _once(say)
         self._off = "" if enabled else "not wanted"
         self._names: list[str] = []
         self._known: set[str] = set()
@@ -184,12 +185,12 @@ class Spares:
                 return None
             answer = await spare.ask(message, fds, _ANSWER_TIMEOUT_S)
         except SpareGoneError as gone:
-            self._say_once(f"The warm spare cannot be used, {gone}; the worker starts cold.")
+            self._say(f"The warm spare cannot be used, {gone}; the worker starts cold.")
             if spare is not None:
                 spare.end()
             return None
         if answer["answer"] != "started":
-            self._say_once(f"Warm spares are replaced, {answer['why']}; the worker starts cold.")
+            self._say(f"Warm spares are replaced, {answer['why']}; the worker starts cold.")
             spare.end()
             self._drop_all()
             return None
@@ -244,6 +245,7 @@ class Spares:
                     await self._prepare_one_shots(self._env)
                 else:
                     await self._prepare_forks(self._env)
+                self._on_warm()
                 return
             except TaintedError as tainted:
                 self._adapt_to(tainted)
@@ -328,10 +330,10 @@ class Spares:
         module = f"The module {tainted.module} cannot be preloaded for forking"
         if tainted.kind == "thread":
             self._once = True
-            self._say_once(f"{module}, because {tainted.why}; one-shot spares are used instead.")
+            self._say(f"{module}, because {tainted.why}; one-shot spares are used instead.")
             return
         self._left_out.add(_package(tainted.module))
-        self._say_once(f"{module}, because {tainted.why}; each worker imports it itself.")
+        self._say(f"{module}, because {tainted.why}; each worker imports it itself.")
         if len(self._left_out) > _LEFT_OUT_MAX:
             self._turn_off("too many modules cannot be preloaded")
 
@@ -348,7 +350,7 @@ class Spares:
         else:
             return
         spare.end()
-        self._say_once(sentence)
+        self._say(sentence)
         if not spare.is_ready:
             self._early_deaths += 1
             if self._early_deaths >= _EARLY_DEATHS_MAX:
@@ -359,10 +361,17 @@ class Spares:
         self._off = reason
         self._drop_all()
 
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
-            self._say(sentence)
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """A `say` that does not repeat itself."""
+    said: set[str] = set()
+
+    def say_if_new(sentence: str) -> None:
+        if sentence not in said:
+            said.add(sentence)
+            say(sentence)
+
+    return say_if_new
 
 
 def _package(module: str) -> str:

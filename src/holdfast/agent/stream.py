@@ -13,6 +13,8 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from holdfast.model.errors import AuthError, ProtocolError, RetryableError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.runtime.transport import Link, connect
@@ -157,22 +159,10 @@ class MasterStream:
         self._attach_call = self._next_call
         self._next_call += 1
         self._sent_at = self._loop.time()
-        attach = self._owner.attachment()
-        self._link.send(
-            m.Attach(
-                agent_key=self._agent_key,
-                rules=attach.rules,
-                nproc=attach.nproc,
-                host=attach.host,
-                store_port=attach.store_port,
-                round=attach.round,
-                node_id=attach.node_id,
-                node_rank=attach.node_rank,
-                incarnation=self._incarnation,
-                topology=attach.topology,
-            ),
-            self._attach_call,
+        attach = replace(
+            self._owner.attachment(), agent_key=self._agent_key, incarnation=self._incarnation
         )
+        self._link.send(attach, self._attach_call)
 
     def _answered_attach(self, body: m.AnyMessage) -> None:
         match body:

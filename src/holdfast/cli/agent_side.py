@@ -25,7 +25,7 @@ from holdfast.runtime.settings import NodeSettings, environment
 from holdfast.runtime.token import read_token
 
 FIRST_CONTACT_S = 60.0
-"""How long a master that cannot be reached yet is waited for."""
+"""How long a master that cannot be reached yet is waited for, unless `join_timeout` is shorter."""
 
 
 def rules_of(options: RunOptions) -> m.JobRules:
@@ -97,7 +97,7 @@ def _settings(
         grace_s=options.grace_s,
         spares=options.spares,
         excluded_roots=_own_code(options),
-        first_contact_s=FIRST_CONTACT_S,
+        first_contact_s=min(FIRST_CONTACT_S, options.join_timeout_s),
     )
 
 

@@ -17,7 +17,7 @@ from holdfast.master.http import HttpServer
 from holdfast.master.service import Service
 from holdfast.model.errors import StateError
 from holdfast.model.job import JobSpec
-from holdfast.ports.journal import Entry
+from holdfast.ports.journal import Entry, Journal
 from holdfast.ports.platform import Platform
 from holdfast.protocol import messages as m
 from holdfast.runtime import tls
@@ -45,6 +45,10 @@ class MasterSettings:
     spec: JobSpec
 
 
+def _open_journal(settings: MasterSettings) -> Journal:
+    return SqliteJournal.open(settings.state, job=settings.job)
+
+
 async def run_master(
     settings: MasterSettings,
     *,
@@ -52,6 +56,7 @@ async def run_master(
     announce: Callable[[str], None],
     make_platform: Callable[[str, Path], Platform] | None = None,
     lifeline: int = -1,
+    open_journal: Callable[[MasterSettings], Journal] = _open_journal,
 ) -> m.JobEnded:
     """Serve the job until it ends. Raises StateError or UsageError if it cannot.
 
@@ -62,7 +67,7 @@ async def run_master(
     tls.require_tls(
         settings.listen, has_tls=settings.tls_cert is not None, insecure=settings.insecure
     )
-    journal = SqliteJournal.open(settings.state, job=settings.job)
+    journal = open_journal(settings)
     try:
         return await _serve(settings, journal, say, announce, make_platform, lifeline)
     finally:
@@ -71,7 +76,7 @@ async def run_master(
 
 async def _serve(
     settings: MasterSettings,
-    journal: SqliteJournal,
+    journal: Journal,
     say: Say,
     announce: Callable[[str], None],
     make_platform: Callable[[str, Path], Platform] | None,

@@ -52,7 +52,10 @@ class Service:
         self._followers: dict[int, Link] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self.finished: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
-        self._all_gone = asyncio.Event()
+        #: Nodes that are in the job, attached or not: at its end each of them must be told.
+        self._in_job: set[NodeId] = set()
+        self._is_finishing = False
+        self._all_told = asyncio.Event()
 
     def connect_core(self, feed: Callable[[Event], None]) -> None:
         """Where events go. Set once, before anything is served."""
@@ -127,8 +130,8 @@ class Service:
         node_id = self._node_of.pop(link.number, None)
         if node_id is not None and self._link_of.get(node_id) is link:
             del self._link_of[node_id]
-            if not self._link_of:
-                self._all_gone.set()
+            if self._is_finishing:
+                self._out_of_job(node_id)
             self._feed(ev.NodeAbsent(node_id))
 
     def _observe(self, link: Link, call: int, body: m.Observe) -> None:
@@ -138,6 +141,13 @@ class Service:
 
     def observe(self, event: Event, now: float) -> None:
         """Say what happened, here and to those who follow."""
+        match event:
+            case ev.NodeReady():
+                self._in_job.add(event.member.node_id)
+            case ev.NodeExpected():
+                self._in_job.add(event.node_id)
+            case ev.NodeLost():
+                self._out_of_job(event.node_id)
         text = tell(event)
         if not text:
             return
@@ -193,14 +203,20 @@ class Service:
         task.add_done_callback(self._errands.discard)
 
     async def _finish(self, end: m.JobEnded) -> None:
-        """Tell every agent and wait, within reason, until they have all hung up."""
+        """Tell every agent, also those that come back only now, and wait until all hung up."""
+        self._is_finishing = True
         for link in list(self._link_of.values()):
             link.send(end)
-        if self._link_of:
-            self._all_gone.clear()
+        if self._in_job:
+            self._all_told.clear()
             try:
-                await asyncio.wait_for(self._all_gone.wait(), FAREWELL_S)
+                await asyncio.wait_for(self._all_told.wait(), FAREWELL_S)
             except TimeoutError:
-                self._say(f"{len(self._link_of)} agents did not hang up within {FAREWELL_S:g} s")
+                self._say(f"{len(self._in_job)} agents did not hang up within {FAREWELL_S:g} s")
         if not self.finished.done():
             self.finished.set_result(end)
+
+    def _out_of_job(self, node_id: NodeId) -> None:
+        self._in_job.discard(node_id)
+        if not self._in_job:
+            self._all_told.set()

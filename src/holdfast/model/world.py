@@ -16,9 +16,9 @@ class Member(Struct, frozen=True, kw_only=True, array_like=True):
     host: str
     """The address at which other nodes reach this one's workers."""
     store_port: int
-    """A port reserved on that host for the process group of the next round."""
-    store_hosted: bool = False
-    """Whether a store server listens on that port already."""
+    """A port reserved on that host, on which worker rank 0 can serve the next round's store."""
+    hosted_port: int = 0
+    """A port on which a fresh store server listens already; 0 if there is none."""
     topology: str = ""
     """Where the node stands, e.g. its switch: nodes of equal topology are kept together."""
 

@@ -103,6 +103,8 @@ class Attach(Message, frozen=True):
     incarnation: int = 0
     """What the master called this agent process before; 0 on its first attach."""
     topology: str = ""
+    hosted_port: int = 0
+    """A port on which a fresh store server listens already; 0 if there is none."""
 
 
 class Attached(Message, frozen=True):

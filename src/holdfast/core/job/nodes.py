@@ -139,6 +139,7 @@ class Nodes:
             nproc=attach.nproc,
             host=attach.host,
             store_port=attach.store_port,
+            hosted_port=attach.hosted_port,
             topology=attach.topology,
         )
         fact = ev.NodeReady(member, Round(attach.round), returned=known is not None)

@@ -54,6 +54,8 @@ class Rendezvous:
         #: Nodes of the last world that went silent and whose leases still run.
         self._leased: set[NodeId] = set()
         self._started: set[NodeId] = set()
+        #: The verdict on the present world is on its way, in this very step.
+        self._hurt = False
         #: What the next world will be formed for.
         self._next_why = "the job starts"
         self._last_call_at: float | None = None
@@ -143,6 +145,7 @@ class Rendezvous:
             self._leased.add(event.node_id)
         outcome = Outcome()
         if not self._broken:
+            self._hurt = True
             message = f"node rank {event.node_rank} was lost: {event.message}"
             outcome.facts.append(
                 ev.WorldHurt(self._round, event.reason, message, event.node_rank, None, -1.0)
@@ -177,7 +180,7 @@ class Rendezvous:
             member = self._ready.get(event.node_id)
             if member is not None:
                 port = event.report.store_port
-                self._ready[event.node_id] = replace(member, store_port=port, store_hosted=False)
+                self._ready[event.node_id] = replace(member, store_port=port)
             if current and not self._broken:
                 self._started.add(event.node_id)
                 if len(self._started) == len(self._index):
@@ -207,8 +210,7 @@ class Rendezvous:
     def _store_offered(self, event: ev.StoreOffered) -> Outcome:
         member = self._ready.get(event.node_id)
         if member is not None:
-            offer = replace(member, store_port=event.port, store_hosted=True)
-            self._ready[event.node_id] = offer
+            self._ready[event.node_id] = replace(member, hosted_port=event.port)
         return Outcome(commands=[Reply(event.link, event.call, m.Done())])
 
     def _tick(self, now: float) -> Outcome:
@@ -228,7 +230,7 @@ class Rendezvous:
         """Form a world if the rules allow one now; arm the last call if only patience is missing."""
         size = self._possible_size()
         running = self._world is not None and not self._broken
-        if self._ended or size == 0 or self._blocked_by_leases():
+        if self._ended or size == 0 or self._blocked_by_leases() or (running and self._hurt):
             self._last_call_at = None
             return NOTHING
         assert self._world is not None or not running
@@ -296,6 +298,9 @@ class Rendezvous:
         world = self._world
         assert world is not None
         self._last_call_at = self._give_up_at = None
+        # A store serves one round: the keys of a dead one would lead the next astray.
+        first = self._ready[world.members[0].node_id]
+        self._ready[first.node_id] = replace(first, hosted_port=0)
         outcome.facts.append(ev.WorldFormed(world, self._why, planned))
         size_workers = world.size
         for group_rank, member in enumerate(world.members):
@@ -320,8 +325,8 @@ class Rendezvous:
             rank_offset=self._offsets[member.node_id],
             world_size=world_size,
             store_host=first.host,
-            store_port=first.store_port,
-            store_hosted=first.store_hosted,
+            store_port=first.hosted_port or first.store_port,
+            store_hosted=first.hosted_port > 0,
             restarts=self._restarts,
             reason=self._why,
             planned=self._planned,
@@ -356,6 +361,7 @@ class Rendezvous:
                 self._done = set()
                 self._started = set()
                 self._leased = set()
+                self._hurt = False
             case rec.RoundBroken():
                 self._broken = self._next_why = record.reason
             case rec.NodeDone():

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small character-level transformer with DDP over gloo on the CPU.
 
-An ordinary script: `torchrun --nproc-per-node 2 examples/char_transformer.py` and
-`holdfast run --nproc-per-node 2 examples/char_transformer.py` both run it as it is.
+An ordinary script: `torchrun --nproc-per-node 2 train.py` and `holdfast run --nproc-per-node 2
+train.py` both run it as it is. `holdfast demo` does the latter, and kills what it can meanwhile.
 
 It shows what makes a job safe to kill at any moment. The checkpoint appears whole or not at all.
 The batch of a step depends on nothing but the step and the seed, so a resumed run repeats what was
 lost, sample by sample. The global batch is split over the ranks by sequence, so a smaller or larger
 world computes the same gradient, and the loss curve goes on where it stopped.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -25,13 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-try:
-    from holdfast.client import report_step
-except ImportError:
-
-    def report_step(step: int) -> None:
-        """Without Holdfast nobody wants to know."""
-
+from holdfast.client import report_step
+from holdfast.runtime.settings import worker_settings
 
 SEED = 7
 CONTEXT = 64
@@ -131,12 +124,53 @@ class Metrics:
 
     def __init__(self, path: Path, rank: int, world: int) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self._fixed = {"rank": rank, "world": world, "round": restarts, "pid": os.getpid()}
+        launched = worker_settings()
+        self._fixed = {
+            "rank": rank,
+            "world": world,
+            "round": launched.round if launched is not None else 0,
+            "pid": os.getpid(),
+        }
 
     def add(self, step: int, loss: float) -> None:
         line = {"t": time.monotonic(), **self._fixed, "step": step, "loss": round(loss, 5)}
         os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+class Trainer:
+    """The model, its optimizer and the step they have reached."""
+
+    def __init__(self, vocabulary: int, checkpoint: Path) -> None:
+        torch.manual_seed(SEED)
+        self.step = 0
+        self._model = DistributedDataParallel(CharTransformer(vocabulary))
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=LEARNING_RATE)
+        self._checkpoint = checkpoint
+        if checkpoint.exists():
+            state = torch.load(checkpoint, weights_only=True)
+            self._model.module.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.step = state["step"]
+
+    def train(self, data: Tensor, rank: int, world: int) -> Tensor:
+        """Do the next step; returns this rank's part of the loss."""
+        self.step += 1
+        inputs, targets = batch_of(self.step, data, rank, world)
+        for group in self._optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, self.step / WARMUP_STEPS)
+        total = functional.cross_entropy(
+            self._model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        # DDP averages over ranks, whose parts may differ in size: this makes it the batch's mean.
+        loss = total * world / (GLOBAL_BATCH * CONTEXT)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return loss.detach() / world
+
+    def save(self) -> None:
+        model, optimizer = self._model.module.state_dict(), self._optimizer.state_dict()
+        save(self._checkpoint, {"model": model, "optimizer": optimizer, "step": self.step})
 
 
 def train(options: argparse.Namespace) -> None:
@@ -146,45 +180,33 @@ def train(options: argparse.Namespace) -> None:
     codes = {character: code for code, character in enumerate(alphabet)}
     data = torch.tensor([codes[character] for character in text])
 
-    torch.manual_seed(SEED)
-    model = DistributedDataParallel(CharTransformer(len(alphabet)))
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    first = 1
-    checkpoint = options.dir / "checkpoint.pt"
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"] + 1
+    trainer = Trainer(len(alphabet), options.dir / "checkpoint.pt")
     metrics = Metrics(options.metrics, rank, world)
-
-    for step in range(first, options.steps + 1):
-        inputs, targets = batch_of(step, data, rank, world)
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, step / WARMUP_STEPS)
-        total = functional.cross_entropy(
-            model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"
-        )
-        # DDP averages over ranks, whose parts may differ in size: this makes it the batch's mean.
-        loss = total * world / (GLOBAL_BATCH * CONTEXT)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach()
-        dist.all_reduce(mean)
-        metrics.add(step, mean.item() / world)
-        report_step(step)
-        if rank == 0 and step % options.save_every == 0:
-            kept = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-            save(checkpoint, {**kept, "step": step})
-            print(f"step {step}: loss {mean.item() / world:.3f}, world {world}", flush=True)
+    is_over = trainer.step >= options.steps and options.until is None
+    while not is_over:
+        part = trainer.train(data, rank, world)
+        # One message for both: the loss, and how many ranks would stop here. All or none do.
+        sums = torch.tensor([part.item(), float(_may_stop(options))])
+        dist.all_reduce(sums)
+        loss, stoppers = sums.tolist()
+        metrics.add(trainer.step, loss)
+        report_step(trainer.step)
+        is_over = trainer.step >= options.steps and round(stoppers) == world
+        if rank == 0 and (is_over or trainer.step % options.save_every == 0):
+            trainer.save()
+            print(f"step {trainer.step}: loss {loss:.3f}, world {world}", flush=True)
     # Nobody leaves before the last checkpoint is on disk, and gloo's threads come to rest.
     dist.barrier()
+
+
+def _may_stop(options: argparse.Namespace) -> bool:
+    return options.until is None or options.until.exists()
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small character-level transformer.")
     parser.add_argument("--steps", type=int, default=200, help="stop after this step (200)")
+    parser.add_argument("--until", type=Path, metavar="FILE", help="go on until FILE exists")
     parser.add_argument("--dir", type=Path, default=Path("char_run"), help="checkpoints go here")
     parser.add_argument("--metrics", type=Path, help="JSON lines (default: DIR/metrics.jsonl)")
     parser.add_argument("--save-every", type=int, default=5, help="steps per checkpoint (5)")

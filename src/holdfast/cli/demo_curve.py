@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo's script wrote about its steps, and the check that nothing of it was lost.
+
+A world that resumes from a checkpoint does the steps after it again. The committed line of steps
+is what remains when those are dropped which a later round did again: it must hold every step once,
+and what was done twice must have come out the same.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+LOSS_TOLERANCE = 0.01
+"""Two worlds of different sizes add the same numbers up in different orders."""
+
+
+class StepLine(msgspec.Struct, frozen=True):
+    """One line of the metrics file: one rank finished one step."""
+
+    t: float
+    rank: int
+    world: int
+    round: int
+    pid: int
+    step: int
+    loss: float
+
+
+class StepFile:
+    """Reads the metrics file while it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_to = 0
+        self._decoder = msgspec.json.Decoder(StepLine)
+
+    def new_lines(self) -> list[StepLine]:
+        """The whole lines that came since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read_to)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        return [self._decoder.decode(line) for line in whole.splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The steps of the model that came out, and what had to be done again on the way."""
+
+    steps: tuple[StepLine, ...]
+    """The committed line, in order."""
+    redone: dict[int, int]
+    """How many steps of earlier rounds a round did again, by round."""
+    worst_difference: float
+    """Between the losses of a step that was done twice."""
+    broken: str
+    """Why the curve is not unbroken; empty if it is."""
+
+
+def committed(lines: Iterable[StepLine]) -> Curve:
+    """Drop what was done again, and check what remains."""
+    kept: list[StepLine] = []
+    redone: dict[int, int] = {}
+    worst, broken = 0.0, ""
+    dropped: dict[int, StepLine] = {}
+    for line in _by_round(lines):
+        while kept and kept[-1].step >= line.step:
+            old = kept.pop()
+            dropped[old.step] = old
+            redone[line.round] = redone.get(line.round, 0) + 1
+        expected = kept[-1].step + 1 if kept else 1
+        if line.step != expected and not broken:
+            broken = f"step {line.step} of round {line.round} came where {expected} was due"
+        before = dropped.pop(line.step, None)
+        if before is not None:
+            worst = max(worst, abs(before.loss - line.loss))
+        kept.append(line)
+    if worst > LOSS_TOLERANCE and not broken:
+        broken = f"a step that was done again had another loss, by {worst:.4f}"
+    if not kept and not broken:
+        broken = "no step was finished"
+    return Curve(tuple(kept), redone, worst, broken)
+
+
+def _by_round(lines: Iterable[StepLine]) -> list[StepLine]:
+    """One line for each round and step; a killed rank may have left it to another to write it."""
+    first: dict[tuple[int, int], StepLine] = {}
+    for line in lines:
+        first.setdefault((line.round, line.step), line)
+    return [first[key] for key in sorted(first)]
+
+
+def first_after(
+    lines: Iterable[StepLine], moment: float, *, round_above: int = 0
+) -> StepLine | None:
+    """The first step that was finished after a moment, in a later round than that one."""
+    later = (line for line in lines if line.round > round_above and line.t > moment)
+    return min(later, key=lambda line: line.t, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the steps of one round took, all of them and those around a moment."""
+
+    median_s: float
+    slowest_s: float
+
+
+def pace(lines: Sequence[StepLine], round_number: int, since: float, until: float) -> Pace | None:
+    """The pace of a round, and its slowest step between two moments; None if it had too few."""
+    ends = [line.t for line in _by_round(lines) if line.round == round_number]
+    took = [(end, end - begin) for begin, end in pairwise(ends)]
+    near = [seconds for end, seconds in took if since <= end and end - seconds <= until]
+    if not near:
+        return None
+    return Pace(median(seconds for _, seconds in took), max(near))

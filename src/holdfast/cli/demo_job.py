@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job of the demo: started as a user would, watched as a user could, ended without a trace."""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from holdfast import demo
+from holdfast.cli.demo_curve import StepFile, StepLine
+from holdfast.master import notes
+from holdfast.master.view import JobView
+from holdfast.model.errors import HoldfastError, UsageError
+from holdfast.protocol import messages as m
+from holdfast.runtime.settings import environment, runtime_root
+from holdfast.runtime.token import read_token
+from holdfast.runtime.transport import Link, connect
+
+NODES = 2
+SAVE_EVERY = 5
+OBSERVE_S = 0.25
+RETRY_S = 0.05
+STOP_S = 8.0
+DYING_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folders:
+    """Where the job writes."""
+
+    private: Path
+    """Temporary files of all its processes; removed at the end."""
+    results: Path
+    """Metrics, checkpoint and logs."""
+
+    @property
+    def metrics(self) -> Path:
+        return self.results / "metrics.jsonl"
+
+    @property
+    def launcher_log(self) -> Path:
+        return self.results / "launcher.log"
+
+    @property
+    def enough(self) -> Path:
+        """The script trains on until this file exists."""
+        return self.private / "enough"
+
+
+def script() -> str:
+    """The path of the training script, found without importing it; UsageError without torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("the demo trains with PyTorch: install holdfast[torch] first")
+    return str(Path(demo.__file__).with_name("train.py"))
+
+
+class DemoJob:
+    """`holdfast run` on two local nodes, and what can be known of it from outside."""
+
+    def __init__(self, name: str, folders: Folders, steps: int) -> None:
+        self.name = name
+        self.folders = folders
+        self.lines: list[StepLine] = []
+        self._steps = StepFile(folders.metrics)
+        self._command = [
+            *(sys.executable, "-m", "holdfast.cli", "run", "--job", name),
+            *("--local-nodes", str(NODES), "--nnodes", f"1:{NODES}", "--nproc-per-node", "1"),
+            *("--redirects", "3", "--log-dir", str(folders.results / "logs")),
+            *(script(), "--dir", str(folders.results), "--metrics", str(folders.metrics)),
+            *("--save-every", str(SAVE_EVERY), "--steps", str(steps)),
+            *("--until", str(folders.enough)),
+        ]
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with self.folders.launcher_log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folders.private,
+                env=_environment(self.folders.private),
+                # A Ctrl-C is for the demo, which then ends the job in order.
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the launcher; None while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    def read_steps(self) -> None:
+        """Bring `lines` up to date."""
+        self.lines += self._steps.new_lines()
+
+    def workers(self) -> dict[int, int]:
+        """The process of each rank in the newest round that has finished a step."""
+        newest = max((line.round for line in self.lines), default=0)
+        return {line.rank: line.pid for line in self.lines if line.round == newest}
+
+    def master_pid(self) -> int:
+        return notes.find(self.name).pid
+
+    def agent_of(self, worker_pid: int) -> int:
+        """The agent is the parent of its workers."""
+        return int(psutil.Process(worker_pid).ppid())
+
+    def is_warm(self) -> bool:
+        """Whether every node has its zygote and a spare forked from it: its worker is quick."""
+        try:
+            agents = {self.agent_of(pid) for pid in self.workers().values()}
+            return len(agents) == NODES and all(_spares(agent) > 1 for agent in agents)
+        except psutil.Error:
+            return False
+
+    async def stop(self) -> None:
+        """End the launcher and whatever of the job should have survived it."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_S)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        # The lifeline ends the rest; whoever does not notice within a moment is killed.
+        private = str(self.folders.private)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, list(_processes(private)), DYING_S)
+        for process in {*alive, *_processes(private)}:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def last_words(self) -> str:
+        """The end of what the launcher said."""
+        with contextlib.suppress(OSError):
+            return "\n".join(self.folders.launcher_log.read_text().splitlines()[-8:])
+        return ""
+
+
+def kill(pid: int) -> float:
+    """SIGKILL; returns the moment."""
+    now = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    return now
+
+
+def _environment(private: Path) -> dict[str, str]:
+    """Nothing set for other jobs may change this one, and all its temporary files are ours."""
+    own = {"TMPDIR": str(private), "XDG_RUNTIME_DIR": str(runtime_root().parent)}
+    foreign = ("PET_", "HOLDFAST_MASTER", "HOLDFAST_TOKEN_FILE")
+    return {k: v for k, v in environment().items() if not k.startswith(foreign)} | own
+
+
+def _spares(agent: int) -> int:
+    """How many children of an agent wait to become workers."""
+    commands = [child.cmdline() for child in psutil.Process(agent).children()]
+    return sum("spare" in command[:4] for command in commands)
+
+
+def _processes(private: str) -> Iterator[psutil.Process]:
+    """Every process that was given the private folder for its temporary files."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("TMPDIR") == private:
+                yield process
+
+
+class Watch:
+    """Follows the job's masters, one after another, and keeps the newest state."""
+
+    def __init__(self, job: str, on_story: Callable[[m.Story], None]) -> None:
+        self.view: JobView | None = None
+        self.answered_at = 0.0
+        self._job = job
+        self._on_story = on_story
+        self._lost = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled. A master that is away is asked again soon."""
+        while True:
+            with contextlib.suppress(HoldfastError):
+                await self._follow(notes.find(self._job))
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow(self, note: notes.Note) -> None:
+        self._lost.clear()
+        link = await connect(note.address, self, read_token(Path(note.token_file)))
+        try:
+            while not self._lost.is_set():
+                link.send(m.Observe(follow=True), 1)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._lost.wait(), OBSERVE_S)
+        finally:
+            link.abort()
+
+    def opened(self, link: Link) -> None:
+        """Only servers are told."""
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        match frame.body:
+            case m.Observed(state=state):
+                self.view = msgspec.json.decode(state, type=JobView)
+                self.answered_at = time.monotonic()
+            case m.Story():
+                self._on_story(frame.body)
+                if frame.body.kind == "JobFinished":
+                    # The last state of all; the master is gone a moment later.
+                    link.send(m.Observe(follow=True), 1)
+
+    def closed(self, link: Link) -> None:
+        self._lost.set()

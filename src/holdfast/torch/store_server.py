@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that serves torch's own store for one round: started ahead, so that no worker waits.
+
+Workers of an unmodified script find their process group through torch's TCPStore. If worker rank 0
+had to start it, every other worker that comes a moment earlier would be refused and pause for half a
+second. A server that is there before them, and is new for every round, has neither problem.
+"""
+
+import signal
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Serve on a port that the kernel chooses, print it, and wait to be ended."""
+    store = TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+    print(store.port, flush=True)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

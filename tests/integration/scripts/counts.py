@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks count together through the master; in round 1 one of them fails when all have counted."""
+
+import sys
+
+from holdfast.client import barrier, kv_add, kv_get
+from steplog import RANK, ROUND, note
+
+note("main")
+for _ in range(2):
+    note("added", kv_add("count", 1))
+barrier("all have counted", 2)
+note("total", int(kv_get("count")))
+if ROUND == 1:
+    if RANK == 1:
+        sys.exit(1)
+    kv_get("what nobody sets")
+barrier("the end", 2)
