@@ -164,6 +164,10 @@ class Job:
         report = m.WorkersStarted(round_number, 5000 + round_number, "zygote", 0.05)
         return self.feed(ev.StartReported(self.node_of[name], self.link(name), 1, report), at)
 
+    def offer_store(self, name: str, port: int, at: float | None = None) -> Outcome:
+        event = ev.StoreOffered(self.node_of[name], self.link(name), 1, port)
+        return self.feed(event, at)
+
     def failed(
         self,
         name: str,

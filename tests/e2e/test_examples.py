@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from holdfast import demo
 from tests.waiting import until
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "char_transformer.py"
+SCRIPT = Path(demo.__file__).with_name("train.py")
 STEPS = 16
 SAVE_EVERY = 5
 

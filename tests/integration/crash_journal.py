@@ -15,15 +15,13 @@ from pathlib import Path
 
 import uvloop
 
-from holdfast.core.job.records import AnyRecord, decode_record
 from holdfast.master.process import MasterSettings, run_master
 from holdfast.model.job import JobSpec
 from holdfast.ports.journal import Entry, Journal
 from holdfast.runtime.journal import SqliteJournal
 from holdfast.runtime.observe import sayer
+from tests.integration.control import JOB
 from tests.integration.jobs import ROOT, Command, Jobs
-
-JOB = "test"
 
 
 class CrashingJournal:
@@ -61,15 +59,6 @@ def crashing_master(jobs: Jobs, side: str, at: int, address: str, state: Path) -
     command = Command(argv, jobs.environment(PYTHONPATH=path), jobs.folder)
     jobs.commands.append(command)
     return command
-
-
-def records_of(state: Path) -> list[AnyRecord]:
-    """The whole journal of a master that has ended."""
-    journal = SqliteJournal.open(state, job=JOB)
-    try:
-        return [decode_record(entry.payload) for entry in journal.load()]
-    finally:
-        journal.close()
 
 
 def main(side: str, at: str, job: str, address: str, state: str) -> int:

@@ -68,6 +68,7 @@ class Scenario:
             "started": lambda words: self.job.started(words.pop("agent"), int(words.pop("round"))),
             "done": lambda words: self.job.done(words.pop("agent"), int(words.pop("round"))),
             "failed": self._failed,
+            "offer": lambda words: self.job.offer_store(words.pop("agent"), int(words.pop("port"))),
             "seen": self._seen,
             "stop": lambda words: self.job.feed(ev.StopRequested(0, 1, words.pop("reason"))),
             "restart": lambda words: self._restart(compacted=False),
@@ -288,7 +289,8 @@ def _described(thing: object) -> str:
         return (
             f"RunWorld {thing.round}/{thing.generation} "
             f"group={thing.group_rank}/{thing.group_size} "
-            f"ranks_from={thing.rank_offset}/{thing.world_size} store={thing.store_port} "
+            f"ranks_from={thing.rank_offset}/{thing.world_size} "
+            f"store={thing.store_port}{' hosted' if thing.store_hosted else ''} "
             f"restarts={thing.restarts}{' planned' if thing.planned else ''}"
         )
     if isinstance(thing, msgspec.Struct):

@@ -53,6 +53,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         node_rank=1,
         incarnation=9,
         topology="s1",
+        hosted_port=29502,
     ),
     m.Attached(
         job="train",
@@ -125,6 +126,7 @@ def _member(node: int, rank: int) -> Member:
         nproc=2,
         host=f"10.0.0.{node}",
         store_port=29500,
+        hosted_port=29502,
         topology="s1",
     )
 

@@ -184,6 +184,11 @@ class Watch:
         self._on_story = on_story
         self._lost = asyncio.Event()
 
+    @property
+    def generation(self) -> int:
+        """Of the master that answered last; every new one has a higher one."""
+        return self.view.world.generation if self.view is not None else 0
+
     async def run(self) -> None:
         """Until cancelled. A master that is away is asked again soon."""
         while True:

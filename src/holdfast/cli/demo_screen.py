@@ -10,12 +10,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.demo_job import SAVE_EVERY
 from holdfast.cli.demo_report import Interruption, Report
 
 STAGES = ("detect", "rendezvous", "restart", "restore")
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _AXIS = 6
 """Columns left of the plot, for the numbers of its axis."""
+_BAR = 30
+"""Columns of a bar that stands for the whole time."""
 
 KILL_STYLE = "bold red"
 GOOD_STYLE = "green"
@@ -126,7 +129,7 @@ def frame(picture: Picture, console: Console) -> RenderableType:
         plot = loss_plot(picture.losses, picture.marks, width=width, height=plot_height)
     else:
         plot = [Text("")] * plot_height + [Text("  no step yet: the workers import torch", "dim")]
-    room = max(3, height - plot_height - 8)
+    room = max(3, height - plot_height - 7)
     shown = [_event(event, width) for event in picture.events[-room:]]
     shown += [Text("")] * (room - len(shown))
     footer = Text(f"▸ {picture.now}", style="yellow", no_wrap=True, overflow="ellipsis")
@@ -184,7 +187,7 @@ def _table(rows: Sequence[Interruption]) -> Table:
         table.add_row(
             what,
             Text(following, style="bold" if row.killed else ""),
-            *(f"{row.stages[name]:.2f}" if name in row.stages else "–" for name in STAGES),
+            *(f"{row.stages[name]:.2f}" if name in row.stages else "-" for name in STAGES),
             str(row.steps_redone),
         )
     return table
@@ -192,26 +195,34 @@ def _table(rows: Sequence[Interruption]) -> Table:
 
 def _remarks(report: Report) -> list[str]:
     redone = sum(row.steps_redone for row in report.interruptions)
-    lines = [
-        f"redone: {redone} steps since the last save (the script saves every few steps); "
-        f"same losses within {max(report.worst_difference, 0.00001):.5f}"
-    ]
+    lines = [f"redone: steps since the last save; the script saves every {SAVE_EVERY} steps"]
+    if redone:
+        lines.append(f"        their losses came out the same within {report.worst_difference:.5f}")
     if report.master is not None:
         loss = report.master
-        lines.append(
-            f"master: back after {loss.back_after_s:.2f} s; {loss.workers_restarted} workers "
-            f"restarted; slowest step {loss.slowest_step_s:.2f} s (median {loss.median_step_s:.2f} s)"
-        )
+        restarted = f"{loss.workers_restarted} workers restarted"
+        lines.append(f"master: back after {loss.back_after_s:.2f} s; {restarted}")
+        usual = f"median {loss.median_step_s:.2f} s"
+        lines.append(f"        slowest step meanwhile {loss.slowest_step_s:.2f} s ({usual})")
     return lines
 
 
-def _goodput(report: Report) -> Text:
+def _goodput(report: Report) -> Table:
+    """One bar of the whole time, and how much of it went where."""
+    total_s = sum(report.seconds.values())
     used = {use: seconds for use, seconds in report.seconds.items() if seconds >= 0.05}
-    text = Text(f"goodput {report.goodput:.1%}", style="bold")
-    spent = ", ".join(f"{use} {seconds:.1f} s" for use, seconds in used.items())
-    text.append(f" of {sum(report.seconds.values()):.1f} s: {spent}", style="not bold")
-    text.append(f" (the first start took {report.first_step_s:.1f} s of it)", style="not bold dim")
-    return text
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_column(no_wrap=True)
+    grid.add_row(Text("goodput", style="bold"), Text(f"{report.goodput:.1%}", style="bold"))
+    for use, seconds in used.items():
+        style = GOOD_STYLE if use == "productive" else "yellow"
+        bar = Text("█" * max(1, round(seconds / total_s * _BAR)), style=style)
+        if use == "restore":
+            bar.append(f" the first start included ({report.first_step_s:.1f} s)", style="dim")
+        grid.add_row(use, f"{seconds:.1f} s", bar)
+    return grid
 
 
 def _verdict(report: Report) -> Text:

@@ -45,35 +45,38 @@ class Link(asyncio.Protocol):
 
     _next_number = 0
 
-    def __init__(self, handler: Handler, token: bytes, *, is_server: bool) -> None:
+    def __init__(
+        self, handler: Handler, token: bytes, *, is_server: bool, same_user_only: bool = False
+    ) -> None:
         Link._next_number += 1
         self.number = Link._next_number
         self.is_open = False
         self._handler = handler
         self._token = token
         self._is_server = is_server
+        self._same_user_only = same_user_only
         self._nonce = os.urandom(codec.NONCE_BYTES)
         self._peer_nonce = b""
         self._reader = FrameReader(codec.HANDSHAKE_BYTES_MAX)
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        #: Frames of this turn of the loop: they leave as one write at its end.
+        self._unsent: list[bytes] = []
         #: Client side: done when the handshake is, one way or the other.
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
 
     # ---- asyncio's side -------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
-        peer = transport.get_extra_info("socket")
-        if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
-            _tune(peer)
-        if self._is_server and not _is_same_user(peer):
+        self._deadline = self._loop.call_later(HANDSHAKE_S, self._handshake_late)
+        if not self._is_server:
+            _tune(transport.get_extra_info("socket"))
+        elif self._same_user_only and not _is_same_user(transport.get_extra_info("socket")):
             self._refuse("auth", "this socket belongs to another user")
-            return
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(HANDSHAKE_S, self._handshake_late)
-        if self._is_server:
+        else:
             self._write(m.Challenge(m.VERSION, self._nonce))
 
     def data_received(self, data: bytes) -> None:
@@ -108,11 +111,14 @@ class Link(asyncio.Protocol):
     def send(self, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0) -> None:
         """Queue one frame; silently nothing if the link is gone."""
         if self.is_open:
-            self._write(body, call, session, seq)
+            if not self._unsent:
+                self._loop.call_soon(self._flush)
+            self._unsent.append(codec.encode(body, call, session, seq))
 
     def close(self) -> None:
         """Close once everything queued is sent."""
         if self._transport is not None:
+            self._flush()
             self._transport.close()
 
     def abort(self) -> None:
@@ -120,9 +126,15 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _write(self, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0) -> None:
+    def _flush(self) -> None:
+        if self._unsent and self._transport is not None:
+            data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
+            self._unsent.clear()
+            self._transport.write(data)
+
+    def _write(self, body: m.AnyMessage) -> None:
         assert self._transport is not None
-        self._transport.write(codec.encode(body, call, session, seq))
+        self._transport.write(codec.encode(body))
 
     def _shake_hands(self, body: m.AnyMessage) -> None:
         match body:
@@ -174,7 +186,12 @@ class Link(asyncio.Protocol):
 
 
 def _tune(peer: socket.socket) -> None:
-    """Small messages at once, and a dead host noticed even on an idle stream."""
+    """Small messages at once, and a dead host noticed even on an idle stream.
+
+    What is set on a listening socket, every connection that it accepts inherits.
+    """
+    if peer.family not in (socket.AF_INET, socket.AF_INET6):
+        return
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
@@ -182,9 +199,7 @@ def _tune(peer: socket.socket) -> None:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _is_same_user(peer: socket.socket | None) -> bool:
-    if peer is None or peer.family != socket.AF_UNIX:
-        return True
+def _is_same_user(peer: socket.socket) -> bool:
     raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
     _, uid, _ = _PEERCRED.unpack(raw)
     return uid in (os.getuid(), 0)
@@ -213,22 +228,32 @@ async def listen(
     loop = asyncio.get_running_loop()
     links: weakref.WeakSet[Link] = weakref.WeakSet()
 
+    is_local = address.startswith("unix:")
+
     def accept() -> Link:
-        link = Link(handler, token, is_server=True)
+        link = Link(handler, token, is_server=True, same_user_only=is_local)
         links.add(link)
-        link.ready.add_done_callback(lambda _: None)
         return link
 
     try:
-        if address.startswith("unix:"):
+        if is_local:
             path = Path(address.removeprefix("unix:"))
             server = await loop.create_unix_server(accept, str(path), backlog=1024)
             path.chmod(0o600)
             return Server(server, links, address)
         host, port = split_address(address)
         server = await loop.create_server(
-            accept, host, port, ssl=tls, backlog=65535, reuse_address=True
+            accept,
+            host,
+            port,
+            ssl=tls,
+            backlog=65535,
+            reuse_address=True,
+            start_serving=False,
         )
+        for listening in server.sockets:
+            _tune(listening)
+        await server.start_serving()
     except OSError as exc:
         raise StateError(f"cannot listen on {address}: {exc.strerror or exc}") from exc
     bound = server.sockets[0].getsockname()

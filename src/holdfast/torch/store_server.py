@@ -6,6 +6,7 @@ had to start it, every other worker that comes a moment earlier would be refused
 second. A server that is there before them, and is new for every round, has neither problem.
 """
 
+import os
 import signal
 from datetime import timedelta
 
@@ -17,7 +18,8 @@ def main() -> None:
     store = TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    print(store.port, flush=True)
+    # In one write: whoever waits for the port hangs up once it has it.
+    os.write(1, f"{store.port}\n".encode())
     while True:
         signal.pause()
 

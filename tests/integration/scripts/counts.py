@@ -7,7 +7,7 @@ from holdfast.client import barrier, kv_add, kv_get
 from steplog import RANK, ROUND, note
 
 note("main")
-for _ in range(2):
+for _ in range(2 if ROUND == 1 else 1):
     note("added", kv_add("count", 1))
 barrier("all have counted", 2)
 note("total", int(kv_get("count")))
@@ -15,4 +15,3 @@ if ROUND == 1:
     if RANK == 1:
         sys.exit(1)
     kv_get("what nobody sets")
-barrier("the end", 2)

@@ -84,13 +84,16 @@ def save(step: int) -> None:
 def fault(place: str) -> None:
     """Fail here, if it is the turn of this rank and place in $FAULTS, e.g. "kill step 1;exit step 0".
 
-    Each word group says how, where and which rank; each happens once, in this order.
+    Each word group says how, where and which rank; each happens once, in this order, and only one
+    in each round.
     """
     faults = [text.split() for text in os.environ.get("FAULTS", "").split(";") if text]
     done = len(list(FOLDER.glob("fault-*")))
     if done >= len(faults) or faults[done][1:] != [place, str(RANK)]:
         return
-    (FOLDER / f"fault-{done}").touch()
+    if any(path.read_text() == str(ROUND) for path in FOLDER.glob("fault-*")):
+        return
+    (FOLDER / f"fault-{done}").write_text(str(ROUND))
     note("fault")
     fail(faults[done][0])
 
