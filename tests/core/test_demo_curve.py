@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check behind the demo's claim must find a curve that is broken, not only praise whole ones."""
+"""The check behind the demo's claim must find what is broken, not only praise what is whole."""
 
 from pathlib import Path
 

@@ -44,7 +44,7 @@ def test_the_job_survives_three_kills_with_an_unbroken_curve(tmp_path: Path) -> 
     folder = tmp_path / "t"
     folder.mkdir()
     outcome, kept = tmp_path / "outcome.json", tmp_path / "kept"
-    # Other tests need the cores too: more than the usual limit, which is for a machine of one's own.
+    # The usual limit is for a machine of one's own; here other tests need the cores too.
     options = ["--steps", "30", "--limit", "240", "--json", str(outcome), "--keep", str(kept)]
     done = subprocess.run(
         [*DEMO, *options],

@@ -142,7 +142,7 @@ def test_the_newer_of_two_agents_with_one_node_rank_wins(jobs: Jobs) -> None:
     before = jobs.wait_world(2)
     newer = jobs.node(master, *ELASTIC, "--node-rank", "1", STEPS, name="newer")
     assert older.wait() == 1
-    assert "a newer agent" in older.err[-1]
+    older.wait_line("holdfast: stopped: .*newer agent")
     wait_gone([event.pid for event in before if event.node == "older"])
     after = jobs.wait_world(2, after=before)
     expect_ranks(after, 2)

@@ -125,8 +125,9 @@ async def _run_or_stop(show: "Demo") -> Report | signal.Signals:
     caught: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
+        if not caught:  # An impatient second Ctrl-C must not cut the cleaning up short.
+            task.cancel()
         caught.append(number)
-        task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop, number)

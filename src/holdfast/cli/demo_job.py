@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -24,6 +25,7 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.settings import environment, runtime_root
 from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, connect
+from holdfast.worker.linux import die_with_parent
 
 NODES = 2
 SAVE_EVERY = 5
@@ -92,6 +94,8 @@ class DemoJob:
                 env=_environment(self.folders.private),
                 # A Ctrl-C is for the demo, which then ends the job in order.
                 start_new_session=True,
+                # Whatever ends the demo ends the launcher, and that ends the rest.
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
     @property
@@ -135,9 +139,10 @@ class DemoJob:
         # The lifeline ends the rest; whoever does not notice within a moment is killed.
         private = str(self.folders.private)
         _, alive = await asyncio.to_thread(psutil.wait_procs, list(_processes(private)), DYING_S)
-        for process in {*alive, *_processes(private)}:
+        for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        await asyncio.to_thread(psutil.wait_procs, alive, DYING_S)
 
     def last_words(self) -> str:
         """The end of what the launcher said."""

@@ -17,7 +17,7 @@ STAGES = ("detect", "rendezvous", "restart", "restore")
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _AXIS = 6
 """Columns left of the plot, for the numbers of its axis."""
-_BAR = 30
+_BAR = 46
 """Columns of a bar that stands for the whole time."""
 
 KILL_STYLE = "bold red"
@@ -194,42 +194,38 @@ def _table(rows: Sequence[Interruption]) -> Table:
 
 
 def _remarks(report: Report) -> list[str]:
-    redone = sum(row.steps_redone for row in report.interruptions)
-    lines = [f"redone: steps since the last save; the script saves every {SAVE_EVERY} steps"]
-    if redone:
-        lines.append(f"        their losses came out the same within {report.worst_difference:.5f}")
+    lines = [
+        f"redone: steps since the last save (every {SAVE_EVERY} steps); "
+        f"same losses within {report.worst_difference:.5f}"
+    ]
     if report.master is not None:
         loss = report.master
-        restarted = f"{loss.workers_restarted} workers restarted"
-        lines.append(f"master: back after {loss.back_after_s:.2f} s; {restarted}")
-        usual = f"median {loss.median_step_s:.2f} s"
-        lines.append(f"        slowest step meanwhile {loss.slowest_step_s:.2f} s ({usual})")
+        lines.append(
+            f"master: back in {loss.back_after_s:.2f} s, {loss.workers_restarted} workers restarted, "
+            f"slowest step {loss.slowest_step_s:.2f} s (median {loss.median_step_s:.2f})"
+        )
     return lines
 
 
-def _goodput(report: Report) -> Table:
-    """One bar of the whole time, and how much of it went where."""
+def _goodput(report: Report) -> Text:
+    """One bar for the whole time, and how much of it went where."""
     total_s = sum(report.seconds.values())
-    used = {use: seconds for use, seconds in report.seconds.items() if seconds >= 0.05}
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, justify="right")
-    grid.add_column(no_wrap=True)
-    grid.add_row(Text("goodput", style="bold"), Text(f"{report.goodput:.1%}", style="bold"))
-    for use, seconds in used.items():
-        style = GOOD_STYLE if use == "productive" else "yellow"
-        bar = Text("█" * max(1, round(seconds / total_s * _BAR)), style=style)
-        if use == "restore":
-            bar.append(f" the first start included ({report.first_step_s:.1f} s)", style="dim")
-        grid.add_row(use, f"{seconds:.1f} s", bar)
-    return grid
+    productive = round(report.goodput * _BAR)
+    text = Text(f"goodput {report.goodput:.1%} ", style="bold")
+    text.append("█" * productive, style=GOOD_STYLE)
+    text.append("░" * (_BAR - productive), style="yellow")
+    text.append(f" of {total_s:.1f} s\n", style="not bold")
+    spent = [f"{use} {s:.1f} s" for use, s in report.seconds.items() if s >= 0.05]
+    spent.append(f"first start {report.first_step_s:.1f} s, counted as restore")
+    text.append(", ".join(spent[:-1]) + f" ({spent[-1]})", style="not bold dim")
+    return text
 
 
 def _verdict(report: Report) -> Text:
     if report.failure:
         return Text(f"The demo failed: {report.failure}.", style=KILL_STYLE)
     return Text(
-        f"The job survived all three kills: {report.steps} steps, each exactly once in the model, "
+        f"The job survived all three kills: {report.steps} steps, each counted once, "
         f"in {report.took_s:.0f} s.",
         style=f"bold {GOOD_STYLE}",
     )

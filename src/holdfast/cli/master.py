@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from holdfast.cli.run_options import check_job_name, parse_address
 from holdfast.master.process import MasterSettings, run_master
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
@@ -78,6 +79,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_job_name(arguments.job)
+    parse_address(arguments.listen, "--listen", zero=True)
+    if arguments.http != "off":
+        parse_address(arguments.http, "--http", zero=True)
     settings = MasterSettings(
         job=arguments.job,
         listen=arguments.listen,

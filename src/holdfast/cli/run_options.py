@@ -202,16 +202,28 @@ def std_of(choice: Std | Mapping[int, Std], local_rank: int) -> Std:
     return choice if isinstance(choice, Std) else choice.get(local_rank, Std.NONE)
 
 
-def parse_address(text: str, source: str) -> tuple[str, int]:
-    """Split HOST:PORT or [IPV6]:PORT; `source` names the option in the error."""
+def parse_address(text: str, source: str, *, zero: bool = False) -> tuple[str, int]:
+    """Split HOST:PORT or [IPV6]:PORT; `source` names the option in the error.
+
+    Port 0, by which the kernel chooses, is for those who listen (`zero`).
+    """
     match = re.fullmatch(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<name>[\w.-]+)):(?P<port>\d{1,5})", text)
-    is_good = match is not None and 0 < int(match["port"]) < 65536
+    is_good = match is not None and (0 if zero else 1) <= int(match["port"]) < 65536
     if match is not None and match["ipv6"]:
         is_good = is_good and _is_ipv6(match["ipv6"])
     if match is None or not is_good:
         hint = ", with an IPv6 address in brackets" if text.count(":") > 1 else ""
         raise UsageError(f"{source} must be HOST:PORT{hint}, not {text!r}")
     return match["ipv6"] or match["name"], int(match["port"])
+
+
+def check_job_name(name: str) -> None:
+    """A job's name is part of file names and of what users see: refuse anything odd."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+        raise UsageError(
+            "--job must be at most 63 letters, digits, dots, dashes or underscores and begin with "
+            f"a letter or digit, not {name!r}"
+        )
 
 
 def _is_ipv6(text: str) -> bool:
@@ -430,11 +442,8 @@ def _job_name(answers: Answers, place: _Place, suffix: str) -> str | None:
         words = re.findall(r"[a-z0-9]+", program.lower())
         stem = "-".join(words)[:40].strip("-") or "job"
         return f"{stem}-{suffix}" if suffix else stem
-    if given is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", given):
-        raise UsageError(
-            "--job must be at most 63 letters, digits, dots, dashes or underscores and begin with "
-            f"a letter or digit, not {given!r}"
-        )
+    if given is not None:
+        check_job_name(given)
     return given
 
 

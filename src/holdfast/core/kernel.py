@@ -34,7 +34,7 @@ class Record(Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of everything that is journaled. Fields are only ever added, and with a default."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What one event led to, in order."""
 
@@ -44,9 +44,9 @@ class Outcome:
 
     def add(self, other: "Outcome") -> None:
         """Append what another step led to."""
-        self.facts += other.facts
-        self.records += other.records
-        self.commands += other.commands
+        self.facts.extend(other.facts)
+        self.records.extend(other.records)
+        self.commands.extend(other.commands)
 
 
 NOTHING = Outcome()

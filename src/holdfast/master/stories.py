@@ -12,8 +12,8 @@ def tell(event: Event) -> str:
             return f"the master serves as generation {event.generation}"
         case ev.NodeReady():
             verb = "came back" if event.returned else "joined"
-            member = event.member
-            return f"node rank {member.node_rank} {verb} from {member.host} ({member.nproc} workers)"
+            member, workers = event.member, _count(event.member.nproc, "worker")
+            return f"node rank {member.node_rank} {verb} from {member.host} ({workers})"
         case ev.NodeAbsent():
             return f"the stream of node id {event.node_id} broke; it may come back"
         case ev.NodeLost():
@@ -30,8 +30,8 @@ def _tell_of_worlds(event: Event) -> str:
     match event:
         case ev.WorldFormed():
             world = event.world
-            nodes, workers = len(world.members), world.size
-            return f"round {world.round}: {nodes} nodes, {workers} workers ({event.reason})"
+            nodes, workers = _count(len(world.members), "node"), _count(world.size, "worker")
+            return f"round {world.round}: {nodes}, {workers} ({event.reason})"
         case ev.WorldStarted():
             return f"round {event.round}: all workers run ({event.how} start)"
         case ev.WorldBroken():
@@ -49,3 +49,7 @@ def _tell_of_worlds(event: Event) -> str:
             word = "succeeded" if event.ok else "failed"
             return f"the job {word}: {event.reason}"
     return ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

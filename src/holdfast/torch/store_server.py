@@ -2,8 +2,8 @@
 """A process that serves torch's own store for one round: started ahead, so that no worker waits.
 
 Workers of an unmodified script find their process group through torch's TCPStore. If worker rank 0
-had to start it, every other worker that comes a moment earlier would be refused and pause for half a
-second. A server that is there before them, and is new for every round, has neither problem.
+had to start it, every other worker that comes a moment earlier would be refused and pause for half
+a second. A server that is there before them, and is new for every round, has no such problem.
 """
 
 import os

@@ -72,7 +72,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.NodeLost, liveness, sync, rendezvous)  # sync first: nobody waits for the lost
     core.route(ev.LeaseExpired, nodes, liveness, rendezvous)
     core.route(ev.WorldHurt, verdicts)
-    core.route(ev.WorldBroken, progress, rendezvous)  # progress first: the stages are timed in order
+    core.route(ev.WorldBroken, progress, rendezvous)  # progress first: stages are timed in order
     core.route(ev.WorldFormed, nodes, sync, progress)
     core.route(ev.WorldStarted, progress)
     core.route(ev.WorldDone, verdicts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
+from holdfast.core.job.node_table import NodeState, NodeTable
 from holdfast.core.job.commands import Bind, Drop, LaunchNode, Push, RemoveNode, Reply
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, commit
 from holdfast.model.errors import UsageError
@@ -20,19 +21,6 @@ from holdfast.model.world import Member
 from holdfast.protocol import messages as m
 
 
-@dataclass(slots=True)
-class _Node:
-    node_id: NodeId
-    node_rank: NodeRank
-    phase: Phase = Phase.INITIAL
-    incarnation: Incarnation = Incarnation(0)
-    #: Empty until an agent process was admitted under this id.
-    agent_key: str = ""
-    nproc: int = 0
-    host: str = ""
-    topology: str = ""
-    #: Whether an ended node is known to have stopped.
-    proven: bool = True
 
 
 class Nodes:
@@ -41,16 +29,7 @@ class Nodes:
     def __init__(self, spec: JobSpec, job: str) -> None:
         self._spec = spec
         self._job = job
-        self._rules: m.JobRules | None = None
-        self._nodes: dict[NodeId, _Node] = {}
-        self._by_key: dict[str, NodeId] = {}
-        self._live_by_rank: dict[NodeRank, NodeId] = {}
-        self._ended_by_rank: dict[NodeRank, NodeId] = {}
-        self._relaunches: dict[tuple[NodeRank, ExitReason], int] = {}
-        self._next_node_id = 0
-        self._next_incarnation = 1
-        #: No rank below this one is free.
-        self._rank_hint = 0
+        self._table = NodeTable()
         self._ended: ev.JobFinished | None = None
         #: Volatile: what the agents are told when they attach.
         self._generation = 0
@@ -88,14 +67,14 @@ class Nodes:
     def _start(self) -> Outcome:
         """Order what a managed job needs; order again what was ordered and never seen."""
         outcome = Outcome()
-        if self._rules is not None:
-            outcome.facts.append(ev.JobOpened(self._rules))
+        if self._table.rules is not None:
+            outcome.facts.append(ev.JobOpened(self._table.rules))
         elif self._spec.managed:
             self._open(outcome, rules_of(self._spec))
             for rank in range(self._spec.max_nodes + self._spec.spare_nodes):
                 self._order(outcome, NodeRank(rank), "the job starts")
             return outcome
-        for node in self._nodes.values():
+        for node in self._table.nodes.values():
             if node.phase is Phase.RUNNING and node.agent_key:
                 outcome.facts.append(ev.NodeExpected(node.node_id))
             elif not node.proven:
@@ -112,7 +91,7 @@ class Nodes:
         outcome.facts.append(ev.JobOpened(rules))
 
     def _order(self, outcome: Outcome, rank: NodeRank, reason: str) -> None:
-        node_id = NodeId(self._next_node_id)
+        node_id = NodeId(self._table.next_node_id)
         commit(self, outcome, rec.NodePlanned(node_id, rank))
         outcome.commands.append(LaunchNode(node_id, rank))
         outcome.facts.append(ev.NodeOrdered(node_id, rank, reason))
@@ -123,10 +102,10 @@ class Nodes:
         if refusal is not None:
             outcome.commands.append(Reply(event.link, event.call, refusal))
             return outcome
-        if self._rules is None:
+        if self._table.rules is None:
             self._open(outcome, attach.rules)
-        known = self._by_key.get(attach.agent_key)
-        node = self._nodes[known] if known is not None else self._admit(outcome, attach)
+        known = self._table.by_key.get(attach.agent_key)
+        node = self._table.nodes[known] if known is not None else self._admit(outcome, attach)
         outcome.commands.append(Bind(node.node_id, event.link))
         outcome.commands.append(Reply(event.link, event.call, self._welcome(node)))
         if self._ended is not None:
@@ -148,38 +127,38 @@ class Nodes:
 
     def _refusal(self, attach: m.Attach) -> m.Refused | None:
         """Why this agent cannot be let in; None if it can."""
-        if self._rules is not None and attach.rules != self._rules:
-            return m.Refused("usage", _differing(self._rules, attach.rules))
+        if self._table.rules is not None and attach.rules != self._table.rules:
+            return m.Refused("usage", _differing(self._table.rules, attach.rules))
         impossible = _impossible(attach)
         if impossible:
             return m.Refused("usage", impossible)
-        known = self._by_key.get(attach.agent_key)
+        known = self._table.by_key.get(attach.agent_key)
         if known is None and attach.incarnation > 0:
             return m.Refused("fenced", "a newer agent has taken this node's place")
-        if known is not None and self._nodes[known].phase.is_final:
-            node = self._nodes[known]
-            successor = self._live_by_rank.get(node.node_rank)
+        if known is not None and self._table.nodes[known].phase.is_final:
+            node = self._table.nodes[known]
+            successor = self._table.live_by_rank.get(node.node_rank)
             if self._spec.managed or (successor is not None and attach.node_rank >= 0):
                 return m.Refused(
                     "fenced", f"a newer agent has taken the place of node rank {node.node_rank}"
                 )
             return m.Refused("stale", "the master had given this node up: it may join anew")
         if known is None and attach.node_id >= 0:
-            ordered = self._nodes.get(NodeId(attach.node_id))
+            ordered = self._table.nodes.get(NodeId(attach.node_id))
             if ordered is None or ordered.phase.is_final:
                 return m.Refused("fenced", f"node id {attach.node_id} is no longer wanted")
         return None
 
-    def _admit(self, outcome: Outcome, attach: m.Attach) -> _Node:
+    def _admit(self, outcome: Outcome, attach: m.Attach) -> NodeState:
         """Give a new agent process its identity, and fence whoever had its rank."""
         if attach.node_id >= 0:
             node_id = NodeId(attach.node_id)
-            rank = self._nodes[node_id].node_rank
+            rank = self._table.nodes[node_id].node_rank
         else:
-            node_id = NodeId(self._next_node_id)
-            rank = NodeRank(attach.node_rank) if attach.node_rank >= 0 else self._free_rank()
-        older = self._live_by_rank.get(rank)
-        if older is not None and (older != node_id or self._nodes[older].agent_key):
+            node_id = NodeId(self._table.next_node_id)
+            rank = NodeRank(attach.node_rank) if attach.node_rank >= 0 else self._table.free_rank()
+        older = self._table.live_by_rank.get(rank)
+        if older is not None and (older != node_id or self._table.nodes[older].agent_key):
             why = f"a newer agent has taken the place of node rank {rank}"
             outcome.commands.append(Push(older, m.Fenced(why)))
             if older != node_id:
@@ -193,21 +172,17 @@ class Nodes:
             rec.NodeAdmitted(
                 node_id=node_id,
                 node_rank=rank,
-                incarnation=self._next_incarnation,
+                incarnation=self._table.next_incarnation,
                 agent_key=attach.agent_key,
                 nproc=attach.nproc,
                 host=attach.host,
                 topology=attach.topology,
             ),
         )
-        return self._nodes[node_id]
+        return self._table.nodes[node_id]
 
-    def _free_rank(self) -> NodeRank:
-        while NodeRank(self._rank_hint) in self._live_by_rank:
-            self._rank_hint += 1
-        return NodeRank(self._rank_hint)
 
-    def _welcome(self, node: _Node) -> m.Attached:
+    def _welcome(self, node: NodeState) -> m.Attached:
         return m.Attached(
             job=self._job,
             node_id=node.node_id,
@@ -220,7 +195,7 @@ class Nodes:
         )
 
     def _seen(self, event: ev.NodeSeen) -> Outcome:
-        node = self._nodes.get(event.node_id)
+        node = self._table.nodes.get(event.node_id)
         if node is not None and not node.proven and event.phase.is_final:
             return Outcome(facts=[ev.LeaseExpired(node.node_id)])
         if node is None or node.phase.after(event.phase) is node.phase:
@@ -251,7 +226,7 @@ class Nodes:
         relaunch: bool = True,
         phase: Phase = Phase.FAILED,
     ) -> Outcome:
-        node = self._nodes.get(node_id)
+        node = self._table.nodes.get(node_id)
         outcome = Outcome()
         if node is None or node.phase.is_final:
             return outcome
@@ -270,20 +245,20 @@ class Nodes:
 
     def _stopped(self, node_id: NodeId) -> Outcome:
         """A lost node is now known to have stopped its workers."""
-        node, outcome = self._nodes.get(node_id), Outcome()
+        node, outcome = self._table.nodes.get(node_id), Outcome()
         if node is not None and not node.proven:
             commit(self, outcome, rec.NodePhaseChanged(node_id, node.phase))
         return outcome
 
     def _replace(self, outcome: Outcome, rank: NodeRank, reason: ExitReason) -> None:
-        used = self._relaunches.get((rank, reason), 0)
+        used = self._table.relaunches.get((rank, reason), 0)
         if used >= self._spec.node_relaunches[reason]:
             return
         commit(self, outcome, rec.RelaunchCounted(rank, reason))
         self._order(outcome, rank, f"node rank {rank} was lost ({reason})")
 
     def _check_minimum(self, outcome: Outcome, rank: NodeRank, reason: ExitReason) -> None:
-        left = len(self._live_by_rank)
+        left = len(self._table.live_by_rank)
         if left < self._spec.min_nodes:
             limit = self._spec.node_relaunches[reason]
             why = (
@@ -292,99 +267,15 @@ class Nodes:
             )
             outcome.facts.append(ev.WorldImpossible(why))
 
-    # ---- durable state --------------------------------------------------------------------------
-
     def apply(self, record: Record) -> None:
-        match record:
-            case rec.RulesSet():
-                self._rules = record.rules
-            case rec.NodePlanned():
-                node = _Node(NodeId(record.node_id), NodeRank(record.node_rank))
-                self._nodes[node.node_id] = node
-                self._live_by_rank[node.node_rank] = node.node_id
-                self._next_node_id = max(self._next_node_id, record.node_id + 1)
-            case rec.NodeAdmitted():
-                self._apply_admitted(record)
-            case rec.NodePhaseChanged():
-                self._apply_phase(record)
-            case rec.RelaunchCounted():
-                key = (NodeRank(record.node_rank), ExitReason(record.reason))
-                self._relaunches[key] = self._relaunches.get(key, 0) + record.count
-            case rec.CountersSet():
-                self._next_node_id = record.next_node_id
-                self._next_incarnation = record.next_incarnation
-            case _:
-                raise TypeError(f"{record!r} is not a record of the nodes")
-
-    def _apply_admitted(self, record: rec.NodeAdmitted) -> None:
-        node_id = NodeId(record.node_id)
-        node = self._nodes.setdefault(node_id, _Node(node_id, NodeRank(record.node_rank)))
-        self._by_key.pop(node.agent_key, None)
-        node.phase = Phase.RUNNING
-        node.node_rank = NodeRank(record.node_rank)
-        node.incarnation = Incarnation(record.incarnation)
-        node.agent_key = record.agent_key
-        node.nproc, node.host, node.topology = record.nproc, record.host, record.topology
-        self._by_key[record.agent_key] = node_id
-        self._live_by_rank[node.node_rank] = node_id
-        self._next_node_id = max(self._next_node_id, record.node_id + 1)
-        self._next_incarnation = max(self._next_incarnation, record.incarnation + 1)
-
-    def _apply_phase(self, record: rec.NodePhaseChanged) -> None:
-        node = self._nodes[NodeId(record.node_id)]
-        was_final = node.phase.is_final
-        node.phase, node.proven = Phase(record.phase), record.proven
-        if not node.phase.is_final:
-            return
-        if not was_final and self._live_by_rank.get(node.node_rank) == node.node_id:
-            del self._live_by_rank[node.node_rank]
-            self._rank_hint = min(self._rank_hint, node.node_rank)
-        # Of an ended node only its key matters: whoever still uses it must be turned away. An older
-        # one is recognised by the incarnation it brings, so one ended node per rank is enough.
-        older = self._ended_by_rank.get(node.node_rank)
-        if older is not None and older != node.node_id:
-            self._by_key.pop(self._nodes.pop(older).agent_key, None)
-        self._ended_by_rank[node.node_rank] = node.node_id
+        self._table.apply(record)
 
     def snapshot(self) -> Iterable[Record]:
-        if self._rules is not None:
-            yield rec.RulesSet(self._rules)
-        # Ended nodes first: a live one must be the last to claim its rank.
-        for node in sorted(self._nodes.values(), key=lambda n: not n.phase.is_final):
-            if not node.agent_key:
-                yield rec.NodePlanned(node.node_id, node.node_rank)
-            else:
-                yield rec.NodeAdmitted(
-                    node_id=node.node_id,
-                    node_rank=node.node_rank,
-                    incarnation=node.incarnation,
-                    agent_key=node.agent_key,
-                    nproc=node.nproc,
-                    host=node.host,
-                    topology=node.topology,
-                )
-            if node.phase is not (Phase.RUNNING if node.agent_key else Phase.INITIAL):
-                yield rec.NodePhaseChanged(node.node_id, node.phase, proven=node.proven)
-        for (rank, reason), count in self._relaunches.items():
-            yield rec.RelaunchCounted(rank, reason, count)
-        yield rec.CountersSet(self._next_node_id, self._next_incarnation)
-
-    # ---- views ----------------------------------------------------------------------------------
+        return self._table.snapshot()
 
     def view(self) -> list[dict[str, object]]:
-        """The table as people see it, live nodes first."""
-        rows = sorted(self._nodes.values(), key=lambda n: (n.phase.is_final, n.node_rank))
-        return [
-            {
-                "node_id": node.node_id,
-                "node_rank": node.node_rank,
-                "incarnation": node.incarnation,
-                "phase": str(node.phase),
-                "host": node.host,
-                "nproc": node.nproc,
-            }
-            for node in rows
-        ]
+        """The table as people see it."""
+        return self._table.view()
 
 
 def rules_of(spec: JobSpec) -> m.JobRules:

@@ -3,8 +3,8 @@
 
 The rules, in the order in which they are asked:
 
-1. A world holds at most `max_nodes`, at least `min_nodes`, and a multiple of `node_unit` nodes. It is
-   never empty. Nodes beyond that wait as spares and step in when a place is free.
+1. A world holds at most `max_nodes`, at least `min_nodes`, and a multiple of `node_unit` nodes. It
+   is never empty. Nodes beyond that wait as spares and step in when a place is free.
 2. Without a running world, one forms as soon as nobody who is expected is missing; if somebody is,
    the last call gives them `last_call_s` from the moment a world became possible.
 3. A running world is replaced when it breaks, or, if it is healthy, when a larger one is possible.
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Push, Reply
+from holdfast.core.job.world_state import WorldState
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
 from holdfast.model.ids import Generation, NodeId, Round
 from holdfast.model.node import ExitReason
@@ -36,18 +37,7 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._rules: m.JobRules | None = None
-        # Durable.
-        self._generation = Generation(0)
-        self._round = Round(0)
-        self._world: World | None = None
-        self._broken = ""
-        self._done: set[NodeId] = set()
-        self._why = ""
-        self._planned = False
-        self._restarts = 0
-        #: Derived from the world: the position and the first worker rank of each node.
-        self._index: dict[NodeId, int] = {}
-        self._offsets: dict[NodeId, int] = {}
+        self._state = WorldState()
         # Volatile: rebuilt as the agents attach.
         self._ready: dict[NodeId, Member] = {}
         self._absent: set[NodeId] = set()
@@ -94,12 +84,12 @@ class Rendezvous:
         match event:
             case ev.JobOpened():
                 self._rules = event.rules
-                if not self._is_healthy():
+                if not self._state.is_healthy:
                     self._give_up_at = now + event.rules.join_timeout_s
             case ev.MasterStarted():
                 outcome = Outcome()
-                commit(self, outcome, rec.GenerationSet(self._generation + 1))
-                outcome.facts.append(ev.GenerationRaised(self._generation, self._round))
+                commit(self, outcome, rec.GenerationSet(self._state.generation + 1))
+                outcome.facts.append(ev.GenerationRaised(self._state.generation, self._state.round))
                 return outcome
             case ev.WorldBroken():
                 return self._broke(event, now)
@@ -113,52 +103,45 @@ class Rendezvous:
         self._absent.discard(member.node_id)
         self._leased.discard(member.node_id)
         outcome = Outcome()
-        if self._in_world(member):
-            if self._broken:
-                outcome.commands.append(Push(member.node_id, self._stop_work()))
-            elif event.round != self._round and member.node_id not in self._done:
-                outcome.commands.append(Push(member.node_id, self._run_world(member)))
+        if self._state.holds(member):
+            if self._state.broken:
+                outcome.commands.append(Push(member.node_id, self._state.stop_work()))
+            elif event.round != self._state.round and member.node_id not in self._state.done:
+                outcome.commands.append(Push(member.node_id, self._state.run_world(member.node_id)))
         elif event.round:
             # It runs workers of a world it has no place in any more.
-            outcome.commands.append(Push(member.node_id, self._stop_work()))
-        if not event.returned and self._world is not None and not self._broken:
+            outcome.commands.append(Push(member.node_id, self._state.stop_work()))
+        if not event.returned and self._state.world is not None and not self._state.broken:
             self._next_why = f"node rank {member.node_rank} joined"
         outcome.add(self._form(now))
         return outcome
 
-    def _in_world(self, member: Member) -> bool:
-        index = self._index.get(member.node_id)
-        return (
-            self._world is not None
-            and index is not None
-            and self._world.members[index].incarnation == member.incarnation
-        )
 
     def _node_lost(self, event: ev.NodeLost, now: float) -> Outcome:
         self._ready.pop(event.node_id, None)
         self._absent.discard(event.node_id)
-        if event.node_id not in self._index or event.node_id in self._done:
+        if event.node_id not in self._state.index or event.node_id in self._state.done:
             return self._form(now)
         if event.proven:
             self._leased.discard(event.node_id)
         else:
             self._leased.add(event.node_id)
         outcome = Outcome()
-        if not self._broken:
+        if not self._state.broken:
             self._hurt = True
             message = f"node rank {event.node_rank} was lost: {event.message}"
             outcome.facts.append(
-                ev.WorldHurt(self._round, event.reason, message, event.node_rank, None, -1.0)
+                ev.WorldHurt(self._state.round, event.reason, message, event.node_rank, None, -1.0)
             )
             return outcome
         outcome.add(self._form(now))
         return outcome
 
     def _broke(self, event: ev.WorldBroken, now: float) -> Outcome:
-        if event.round != self._round or self._broken or self._ended:
+        if event.round != self._state.round or self._state.broken or self._ended:
             return NOTHING
         outcome = Outcome()
-        commit(self, outcome, rec.RoundBroken(self._round, event.reason))
+        commit(self, outcome, rec.RoundBroken(self._state.round, event.reason))
         assert self._rules is not None
         self._last_call_at = None
         self._give_up_at = now + self._rules.join_timeout_s
@@ -166,7 +149,7 @@ class Rendezvous:
         if not formed.facts:
             # Nobody may go on computing in a world that is over.
             for node_id in self._ready:
-                outcome.commands.append(Push(node_id, self._stop_work()))
+                outcome.commands.append(Push(node_id, self._state.stop_work()))
         outcome.add(formed)
         return outcome
 
@@ -175,28 +158,28 @@ class Rendezvous:
     ) -> Outcome:
         """Only what is said of the present round counts; a late report is acknowledged, no more."""
         outcome = Outcome()
-        current = event.report.round == self._round and event.node_id in self._index
+        current = event.report.round == self._state.round and event.node_id in self._state.index
         if isinstance(event, ev.StartReported):
             member = self._ready.get(event.node_id)
             if member is not None:
                 port = event.report.store_port
                 self._ready[event.node_id] = replace(member, store_port=port)
-            if current and not self._broken:
+            if current and not self._state.broken:
                 self._started.add(event.node_id)
-                if len(self._started) == len(self._index):
-                    outcome.facts.append(ev.WorldStarted(self._round, event.report.how))
-        elif isinstance(event, ev.DoneReported) and current and not self._broken:
-            commit(self, outcome, rec.NodeDone(event.node_id, self._round))
-            if len(self._done) == len(self._index):
-                outcome.facts.append(ev.WorldDone(self._round))
-        elif isinstance(event, ev.FailureReported) and current and not self._broken:
-            assert self._world is not None
+                if len(self._started) == len(self._state.index):
+                    outcome.facts.append(ev.WorldStarted(self._state.round, event.report.how))
+        elif isinstance(event, ev.DoneReported) and current and not self._state.broken:
+            commit(self, outcome, rec.NodeDone(event.node_id, self._state.round))
+            if len(self._state.done) == len(self._state.index):
+                outcome.facts.append(ev.WorldDone(self._state.round))
+        elif isinstance(event, ev.FailureReported) and current and not self._state.broken:
+            assert self._state.world is not None
             first = event.report.failures[0]
-            member = self._world.members[self._index[event.node_id]]
+            member = self._state.world.members[self._state.index[event.node_id]]
             message = f"rank {first.rank} on node rank {member.node_rank} {first.message}"
             outcome.facts.append(
                 ev.WorldHurt(
-                    self._round,
+                    self._state.round,
                     _known_reason(first.reason),
                     message,
                     member.node_rank,
@@ -227,14 +210,13 @@ class Rendezvous:
     # ---- forming a world ------------------------------------------------------------------------
 
     def _form(self, now: float) -> Outcome:
-        """Form a world if the rules allow one now; arm the last call if only patience is missing."""
+        """Form a world if the rules allow one now; if only patience is missing, arm the last call."""
         size = self._possible_size()
-        running = self._world is not None and not self._broken
+        running = self._state.is_healthy
         if self._ended or size == 0 or self._blocked_by_leases() or (running and self._hurt):
             self._last_call_at = None
             return NOTHING
-        assert self._world is not None or not running
-        if running and (size <= len(self._index) or self._done):
+        if running and (size <= len(self._state.index) or self._state.done):
             # Nothing to gain; and work that is finished is not started again for a newcomer.
             self._last_call_at = None
             return NOTHING
@@ -262,21 +244,19 @@ class Rendezvous:
         if size == self._rules.max_nodes - self._rules.max_nodes % self._rules.node_unit:
             return True
         # Before the first world everybody up to the maximum is expected; later, those we know.
-        return self._round > 0 and not self._absent and not self._is_healthy()
+        return self._state.round > 0 and not self._absent and not self._state.is_healthy
 
-    def _is_healthy(self) -> bool:
-        return self._world is not None and not self._broken
 
     def _blocked_by_leases(self) -> bool:
         """Rule 4: a world that lost all its nodes at once may not be dead at all."""
-        return bool(self._leased) and not any(node_id in self._ready for node_id in self._index)
+        return bool(self._leased) and not any(node_id in self._ready for node_id in self._state.index)
 
     def _agree(self, size: int, *, planned: bool) -> Outcome:
         # Members of the running world come first, so that a newcomer never pushes one out.
         chosen = sorted(
             self._ready.values(),
             key=lambda member: (
-                planned and member.node_id not in self._index,
+                planned and member.node_id not in self._state.index,
                 member.node_rank,
             ),
         )[:size]
@@ -286,54 +266,29 @@ class Rendezvous:
             outcome,
             rec.WorldAgreed(
                 World(
-                    round=Round(self._round + 1),
-                    generation=Generation(self._generation + 1),
+                    round=Round(self._state.round + 1),
+                    generation=Generation(self._state.generation + 1),
                     members=tuple(in_order(chosen)),
                 ),
                 self._next_why,
                 planned,
-                self._restarts + (self._round > 0 and not planned),
+                self._state.restarts + (self._state.round > 0 and not planned),
             ),
         )
-        world = self._world
+        world = self._state.world
         assert world is not None
         self._last_call_at = self._give_up_at = None
         # A store serves one round: the keys of a dead one would lead the next astray.
         first = self._ready[world.members[0].node_id]
         self._ready[first.node_id] = replace(first, hosted_port=0)
-        outcome.facts.append(ev.WorldFormed(world, self._why, planned))
-        size_workers = world.size
-        for group_rank, member in enumerate(world.members):
-            message = self._run_message(world, group_rank, member, size_workers)
-            outcome.commands.append(Push(member.node_id, message))
+        outcome.facts.append(ev.WorldFormed(world, self._state.why, planned))
+        for member in world.members:
+            run = self._state.run_world(member.node_id)
+            outcome.commands.append(Push(member.node_id, run))
         return outcome
 
-    def _run_world(self, member: Member) -> m.RunWorld:
-        assert self._world is not None
-        index = self._index[member.node_id]
-        return self._run_message(self._world, index, member, self._world.size)
 
-    def _run_message(
-        self, world: World, group_rank: int, member: Member, world_size: int
-    ) -> m.RunWorld:
-        first = world.members[0]
-        return m.RunWorld(
-            round=world.round,
-            generation=world.generation,
-            group_rank=group_rank,
-            group_size=len(world.members),
-            rank_offset=self._offsets[member.node_id],
-            world_size=world_size,
-            store_host=first.host,
-            store_port=first.hosted_port or first.store_port,
-            store_hosted=first.hosted_port > 0,
-            restarts=self._restarts,
-            reason=self._why,
-            planned=self._planned,
-        )
 
-    def _stop_work(self) -> m.StopWork:
-        return m.StopWork(self._round, self._broken or "this node has no place in the world")
 
     def deadline(self) -> float | None:
         if self._ended:
@@ -347,58 +302,35 @@ class Rendezvous:
     # ---- durable state --------------------------------------------------------------------------
 
     def apply(self, record: Record) -> None:
+        self._state.apply(record)
         match record:
-            case rec.GenerationSet():
-                self._generation = Generation(record.generation)
             case rec.WorldAgreed():
-                self._world = record.world
-                self._round, self._generation = record.world.round, record.world.generation
-                self._index = {member.node_id: i for i, member in enumerate(record.world.members)}
-                self._offsets = record.world.rank_offsets()
-                self._broken = ""
-                self._why, self._planned = record.reason, record.planned
-                self._restarts = record.restarts
-                self._done = set()
-                self._started = set()
-                self._leased = set()
+                self._started.clear()
+                self._leased.clear()
                 self._hurt = False
             case rec.RoundBroken():
-                self._broken = self._next_why = record.reason
-            case rec.NodeDone():
-                self._done.add(NodeId(record.node_id))
-            case _:
-                raise TypeError(f"{record!r} is not a record of the rendezvous")
+                self._next_why = record.reason
 
     def snapshot(self) -> Iterable[Record]:
-        if self._world is not None:
-            yield rec.WorldAgreed(self._world, self._why, self._planned, self._restarts)
-            if self._broken:
-                yield rec.RoundBroken(self._round, self._broken)
-            for node_id in sorted(self._done):
-                yield rec.NodeDone(node_id, self._round)
-        yield rec.GenerationSet(self._generation)
+        return self._state.snapshot()
 
     def view(self) -> dict[str, object]:
         """The world as people see it."""
-        members = self._world.members if self._world is not None else ()
+        members = self._state.world.members if self._state.world is not None else ()
         return {
-            "round": self._round,
-            "generation": self._generation,
-            "state": self._state_word(),
-            "reason": self._broken or self._why or self._next_why,
+            "round": self._state.round,
+            "generation": self._state.generation,
+            "state": self._state.word,
+            "reason": self._state.broken or self._state.why or self._next_why,
             "nodes": [member.node_rank for member in members],
-            "world_size": self._world.size if self._world is not None else 0,
+            "world_size": self._state.world.size if self._state.world is not None else 0,
             "spares": sorted(
                 member.node_rank
                 for member in self._ready.values()
-                if member.node_id not in self._index
+                if member.node_id not in self._state.index
             ),
         }
 
-    def _state_word(self) -> str:
-        if self._world is None:
-            return "waiting for nodes"
-        return "broken" if self._broken else "running"
 
 
 def _known_reason(word: str) -> ExitReason:

@@ -2,8 +2,8 @@
 """Keys, queues and barriers that workers share.
 
 Everything lives in a *scope*: the round it belongs to, or 0 for the whole job. When a round is
-over its scope is dropped, and whoever still asks for it is fenced: no worker of a new world can read
-what a dead one left behind. Waits are held and answered when their time has come; nothing polls.
+over its scope is dropped, and whoever still asks for it is fenced: no worker of a new world can
+read what a dead one left behind. Waits are held and answered when their time has come.
 
 A request is known by its session and number. The last answer to each session's changing request is
 part of the durable state, so that a repeated request changes nothing and gets the same answer.

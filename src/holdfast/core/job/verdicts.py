@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What follows from a failure: another round, or the end of the job.
 
-Each class of failure has a budget of its own: a node that is preempted a hundred times a week must not
-use up the patience meant for a bug, and a bug must not be retried a hundred times.
+Each class of failure has a budget of its own: a node that is preempted a hundred times a week must
+not use up the patience meant for a bug, and a bug must not be retried a hundred times.
 """
 
 from collections.abc import Iterable

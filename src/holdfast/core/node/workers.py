@@ -221,11 +221,11 @@ class Workers:
 
     def _tick(self, now: float) -> Outcome:
         outcome = Outcome()
-        if self._holds_at() is not None and self._lease_until is not None:
-            if self._lease_until <= now:
-                self._is_held = True
-                text = "the master has not answered for the whole lease: the workers are held still"
-                outcome.commands += [ev.HoldWorkers(), ev.Tell(text)]
+        holds_at = self._holds_at()
+        if holds_at is not None and holds_at <= now:
+            self._is_held = True
+            text = "the master has not answered for the whole lease: the workers are held still"
+            outcome.commands.extend((ev.HoldWorkers(), ev.Tell(text)))
         for local_rank, at in list(self._stopped.items()):
             if at <= now and not self._is_ending and self._run is not None:
                 message = f"was stopped by a signal and did not continue within {STOPPED_S:g} s"

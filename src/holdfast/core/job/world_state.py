@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The durable part of `rendezvous`: the world that was agreed, and how records change it."""
+
+from collections.abc import Iterable
+
+from holdfast.core.job import records as rec
+from holdfast.core.kernel import Record
+from holdfast.model.ids import Generation, NodeId, Round
+from holdfast.model.world import Member, World
+from holdfast.protocol import messages as m
+
+
+class WorldState:
+    """The present world, and whether it still holds."""
+
+    def __init__(self) -> None:
+        self.generation = Generation(0)
+        self.round = Round(0)
+        self.world: World | None = None
+        self.broken = ""
+        self.done: set[NodeId] = set()
+        self.why = ""
+        self.planned = False
+        self.restarts = 0
+        #: Derived from the world: the position and the first worker rank of each node.
+        self.index: dict[NodeId, int] = {}
+        self.offsets: dict[NodeId, int] = {}
+        self.size = 0
+
+    def holds(self, member: Member) -> bool:
+        """Whether this incarnation of the node is part of the world."""
+        index = self.index.get(member.node_id)
+        return (
+            self.world is not None
+            and index is not None
+            and self.world.members[index].incarnation == member.incarnation
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.world is not None and not self.broken
+
+    def run_world(self, node_id: NodeId) -> m.RunWorld:
+        """What a member is told. Of constant size, however many members there are."""
+        assert self.world is not None
+        first = self.world.members[0]
+        return m.RunWorld(
+            round=self.round,
+            generation=self.world.generation,
+            group_rank=self.index[node_id],
+            group_size=len(self.index),
+            rank_offset=self.offsets[node_id],
+            world_size=self.size,
+            store_host=first.host,
+            store_port=first.hosted_port or first.store_port,
+            store_hosted=first.hosted_port > 0,
+            restarts=self.restarts,
+            reason=self.why,
+            planned=self.planned,
+        )
+
+    def stop_work(self) -> m.StopWork:
+        return m.StopWork(self.round, self.broken or "this node has no place in the world")
+
+    def apply(self, record: Record) -> None:
+        match record:
+            case rec.GenerationSet():
+                self.generation = Generation(record.generation)
+            case rec.WorldAgreed():
+                self.world = record.world
+                self.round, self.generation = record.world.round, record.world.generation
+                self.index = {member.node_id: i for i, member in enumerate(record.world.members)}
+                self.offsets = record.world.rank_offsets()
+                self.size = record.world.size
+                self.broken = ""
+                self.why, self.planned = record.reason, record.planned
+                self.restarts = record.restarts
+                self.done = set()
+            case rec.RoundBroken():
+                self.broken = record.reason
+            case rec.NodeDone():
+                self.done.add(NodeId(record.node_id))
+            case _:
+                raise TypeError(f"{record!r} is not a record of the rendezvous")
+
+    def snapshot(self) -> Iterable[Record]:
+        if self.world is not None:
+            yield rec.WorldAgreed(self.world, self.why, self.planned, self.restarts)
+            if self.broken:
+                yield rec.RoundBroken(self.round, self.broken)
+            for node_id in sorted(self.done):
+                yield rec.NodeDone(node_id, self.round)
+        yield rec.GenerationSet(self.generation)
+
+    @property
+    def word(self) -> str:
+        """The state of the world as people call it."""
+        if self.world is None:
+            return "waiting for nodes"
+        return "broken" if self.broken else "running"
