@@ -75,7 +75,7 @@ class MasterStream:
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
-        """Stay attached until cancelled. Raises UsageError or AuthError if that can never be."""
+        """Stay attached until cancelled; RetryableError or UsageError if that can never be."""
         tries, gives_up_at = 0, self._loop.time() + self._first_contact_s
         while True:
             try:
@@ -88,7 +88,7 @@ class MasterStream:
                 await self._lost.wait()
             except RetryableError as exc:
                 if self._incarnation == 0 and self._loop.time() >= gives_up_at:
-                    raise UsageError(
+                    raise RetryableError(
                         f"the master does not answer: {exc} (tried for {self._first_contact_s:g} s)"
                     ) from exc
             except AuthError as exc:

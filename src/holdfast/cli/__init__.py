@@ -4,12 +4,20 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from holdfast import __version__
 from holdfast.model.errors import HoldfastError, UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as every other mistake is reported."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +47,7 @@ def _dispatch(words: list[str]) -> int:
         return node.main(words[1:])
     from holdfast.cli import demo, master, status
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="holdfast",
         description="Keep distributed training running.",
         epilog="`holdfast COMMAND --help` explains a command.",

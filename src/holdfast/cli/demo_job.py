@@ -120,10 +120,10 @@ class DemoJob:
         return int(psutil.Process(worker_pid).ppid())
 
     def is_warm(self) -> bool:
-        """Whether every node has its zygote and a spare forked from it: its worker is quick."""
+        """Whether every node has its zygote and has forked from it: its next worker is quick."""
         try:
             agents = {self.agent_of(pid) for pid in self.workers().values()}
-            return len(agents) == NODES and all(_spares(agent) > 1 for agent in agents)
+            return len(agents) == NODES and all(_prepared(agent) > 1 for agent in agents)
         except psutil.Error:
             return False
 
@@ -165,10 +165,10 @@ def _environment(private: Path) -> dict[str, str]:
     return {k: v for k, v in environment().items() if not k.startswith(foreign)} | own
 
 
-def _spares(agent: int) -> int:
-    """How many children of an agent wait to become workers."""
+def _prepared(agent: int) -> int:
+    """How many children of an agent are its zygote, a spare or the store of the next round."""
     commands = [child.cmdline() for child in psutil.Process(agent).children()]
-    return sum("spare" in command[:4] for command in commands)
+    return sum(not {"spare", "holdfast.torch.store_server"}.isdisjoint(c) for c in commands)
 
 
 def _processes(private: str) -> Iterator[psutil.Process]:

@@ -200,8 +200,9 @@ def _remarks(report: Report) -> list[str]:
     ]
     if report.master is not None:
         loss = report.master
+        restarted = f"{loss.workers_restarted} workers restarted"
         lines.append(
-            f"master: back in {loss.back_after_s:.2f} s, {loss.workers_restarted} workers restarted, "
+            f"master: back in {loss.back_after_s:.2f} s, {restarted}, "
             f"slowest step {loss.slowest_step_s:.2f} s (median {loss.median_step_s:.2f})"
         )
     return lines

@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import uvloop
 
 from holdfast.cli.run_options import check_job_name, parse_address
 from holdfast.master.process import MasterSettings, run_master
+from holdfast.model.errors import UsageError
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
 from holdfast.platforms.local import LocalPlatform
@@ -79,10 +81,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_job_name(arguments.job)
-    parse_address(arguments.listen, "--listen", zero=True)
-    if arguments.http != "off":
-        parse_address(arguments.http, "--http", zero=True)
+    _check(arguments)
     settings = MasterSettings(
         job=arguments.job,
         listen=arguments.listen,
@@ -115,6 +114,20 @@ def _run(arguments: argparse.Namespace) -> int:
             )
         )
     return 0 if end.ok else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Mistakes that nobody further down could name by their option."""
+    check_job_name(arguments.job)
+    parse_address(arguments.listen, "--listen", zero=True)
+    if arguments.http != "off":
+        parse_address(arguments.http, "--http", zero=True)
+    for name in ("beat", "silence", "lease"):
+        seconds = getattr(arguments, name)
+        if not 0 < seconds < math.inf:
+            raise UsageError(f"--{name} must be a number of seconds above 0, not {seconds:g}")
+    if arguments.tls_key is not None and arguments.tls_cert is None:
+        raise UsageError("--tls-key needs the certificate that it belongs to: give --tls-cert")
 
 
 def _spec(arguments: argparse.Namespace) -> JobSpec:

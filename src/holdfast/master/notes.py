@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast.model.errors import UsageError
+from holdfast.model.errors import StateError, UsageError
 from holdfast.runtime.settings import runtime_root
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ class Note(msgspec.Struct, frozen=True):
 def write(settings: "MasterSettings", address: str, http: str, token_file: Path) -> Path:
     """Leave the note; the path is returned for its removal."""
     folder = runtime_root() / "jobs"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{settings.job}.{os.getpid()}.json"
     note = Note(
         job=settings.job,
@@ -39,9 +38,16 @@ def write(settings: "MasterSettings", address: str, http: str, token_file: Path)
         token_file=str(token_file.absolute()),
     )
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode(note))
-    temporary.chmod(0o600)
-    temporary.replace(path)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.encode(note))
+        temporary.chmod(0o600)
+        temporary.replace(path)
+    except OSError as exc:
+        raise StateError(
+            f"the note for `holdfast status` cannot be left in {folder} ({exc.strerror}): set "
+            "XDG_RUNTIME_DIR to a folder that this user may write"
+        ) from exc
     return path
 
 

@@ -96,6 +96,14 @@ class KvRequested(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestDropped(Event):
+    """Whoever asked this has gone, and takes no answer any more."""
+
+    session: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSeen(Event):
     """What the platform says of a node."""
 

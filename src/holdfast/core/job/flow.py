@@ -59,6 +59,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.FailureReported, rendezvous)
     core.route(ev.DoneReported, rendezvous)
     core.route(ev.KvRequested, sync)
+    core.route(ev.RequestDropped, sync)
     core.route(ev.NodeSeen, nodes)
     core.route(ev.StopRequested, verdicts)
 

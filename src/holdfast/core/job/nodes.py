@@ -6,21 +6,18 @@ The newer incarnation wins; the older is told so and stops (it is *fenced*).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.node_table import NodeState, NodeTable
 from holdfast.core.job.commands import Bind, Drop, LaunchNode, Push, RemoveNode, Reply
+from holdfast.core.job.node_table import NodeState, NodeTable
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, commit
 from holdfast.model.errors import UsageError
-from holdfast.model.ids import Incarnation, NodeId, NodeRank, Round
+from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.world import Member
 from holdfast.protocol import messages as m
-
-
 
 
 class Nodes:
@@ -180,7 +177,6 @@ class Nodes:
             ),
         )
         return self._table.nodes[node_id]
-
 
     def _welcome(self, node: NodeState) -> m.Attached:
         return m.Attached(

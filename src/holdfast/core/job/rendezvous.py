@@ -116,7 +116,6 @@ class Rendezvous:
         outcome.add(self._form(now))
         return outcome
 
-
     def _node_lost(self, event: ev.NodeLost, now: float) -> Outcome:
         self._ready.pop(event.node_id, None)
         self._absent.discard(event.node_id)
@@ -246,10 +245,11 @@ class Rendezvous:
         # Before the first world everybody up to the maximum is expected; later, those we know.
         return self._state.round > 0 and not self._absent and not self._state.is_healthy
 
-
     def _blocked_by_leases(self) -> bool:
         """Rule 4: a world that lost all its nodes at once may not be dead at all."""
-        return bool(self._leased) and not any(node_id in self._ready for node_id in self._state.index)
+        return bool(self._leased) and not any(
+            node_id in self._ready for node_id in self._state.index
+        )
 
     def _agree(self, size: int, *, planned: bool) -> Outcome:
         # Members of the running world come first, so that a newcomer never pushes one out.
@@ -286,9 +286,6 @@ class Rendezvous:
             run = self._state.run_world(member.node_id)
             outcome.commands.append(Push(member.node_id, run))
         return outcome
-
-
-
 
     def deadline(self) -> float | None:
         if self._ended:
@@ -330,7 +327,6 @@ class Rendezvous:
                 if member.node_id not in self._state.index
             ),
         }
-
 
 
 def _known_reason(word: str) -> ExitReason:

@@ -229,9 +229,7 @@ class Workers:
         for local_rank, at in list(self._stopped.items()):
             if at <= now and not self._is_ending and self._run is not None:
                 message = f"was stopped by a signal and did not continue within {STOPPED_S:g} s"
-                failure = self._failure(
-                    local_rank, 0, None, None, ExitReason.STALLED, message
-                )
+                failure = self._failure(local_rank, 0, None, None, ExitReason.STALLED, message)
                 outcome.add(self._fail(failure))
                 break
         return outcome
