@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,13 @@ import pytest
 from tests.waiting import until
 
 DEMO = [sys.executable, "-m", "holdfast.cli", "demo", "--plain"]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For the temporary files of the demo: a short path, because sockets will be in it."""
+    with tempfile.TemporaryDirectory(prefix="d-") as name:
+        yield Path(name)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -40,9 +49,7 @@ def assert_nothing_left(folder: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_the_job_survives_three_kills_with_an_unbroken_curve(tmp_path: Path) -> None:
-    folder = tmp_path / "t"
-    folder.mkdir()
+def test_the_job_survives_three_kills_with_an_unbroken_curve(folder: Path, tmp_path: Path) -> None:
     outcome, kept = tmp_path / "outcome.json", tmp_path / "kept"
     # The usual limit is for a machine of one's own; here other tests need the cores too.
     options = ["--steps", "30", "--limit", "240", "--json", str(outcome), "--keep", str(kept)]
@@ -71,8 +78,8 @@ def test_the_job_survives_three_kills_with_an_unbroken_curve(tmp_path: Path) -> 
     assert_nothing_left(folder)
 
 
-def test_a_stopped_demo_leaves_nothing(tmp_path: Path) -> None:
-    demo = subprocess.Popen(DEMO, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
+def test_a_stopped_demo_leaves_nothing(folder: Path) -> None:
+    demo = subprocess.Popen(DEMO, env=environment(folder), stdout=subprocess.PIPE, text=True)
     assert demo.stdout is not None
     with demo.stdout:
         try:
@@ -84,20 +91,20 @@ def test_a_stopped_demo_leaves_nothing(tmp_path: Path) -> None:
             demo.kill()
             demo.wait()
         assert "nothing is left" in demo.stdout.read()
-    assert_nothing_left(tmp_path)
+    assert_nothing_left(folder)
 
 
-def test_a_job_that_is_too_slow_is_ended_with_a_sentence(tmp_path: Path) -> None:
+def test_a_job_that_is_too_slow_is_ended_with_a_sentence(folder: Path) -> None:
     done = subprocess.run(
         [*DEMO, "--limit", "1"],
-        env=environment(tmp_path),
+        env=environment(folder),
         stdout=subprocess.PIPE,
         text=True,
         timeout=60,
     )
     assert done.returncode == 1
     assert "The demo failed: after 1 s it had only come to this: starting two nodes" in done.stdout
-    assert_nothing_left(tmp_path)
+    assert_nothing_left(folder)
 
 
 @pytest.mark.parametrize(

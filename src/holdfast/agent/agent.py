@@ -8,15 +8,15 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from msgspec.structs import replace
 
 from holdfast.agent.group import Group, Program
 from holdfast.agent.network import ReservedPort
-from holdfast.agent.processes import Processes, RunMode, WorkerExit
+from holdfast.agent.processes import Processes, WorkerExit
+from holdfast.agent.pulse import Pulse
 from holdfast.agent.relay import Relay
-from holdfast.agent.store_host import StoreHost
 from holdfast.agent.stream import MasterStream
+from holdfast.agent.warmth import Warmth
 from holdfast.core.kernel import Command, Event, Tick
 from holdfast.core.node import events as ev
 from holdfast.core.node.workers import Workers
@@ -24,9 +24,6 @@ from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.runtime.observe import Say
 from holdfast.runtime.transport import listen
-
-EARLY_BEATS_S = (0.2, 0.4, 0.8, 1.6, 3.2)
-"""After a start the first step is awaited: it is reported soon, not at the next regular beat."""
 
 FAREWELL_S = 2.0
 """How long a leaving agent waits for the master to take note."""
@@ -75,12 +72,8 @@ class Agent:
         self._group: Group | None = None
         self._port = ReservedPort()
         self._old_port: ReservedPort | None = None
-        self._beat_s = self._lease_s = 0.0
-        self._beat_timer: asyncio.TimerHandle | None = None
-        self._early_beats: list[asyncio.TimerHandle] = []
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._errands: set[asyncio.Task[None]] = set()
-        self._seen: dict[int, psutil.Process] = {}
         self._unreported = 0
         self._all_reported = asyncio.Event()
         self._end: asyncio.Future[AgentEnd] = self._loop.create_future()
@@ -92,15 +85,21 @@ class Agent:
             spares=settings.spares,
             base_env=settings.program.env,
             excluded_roots=settings.excluded_roots,
-            on_warm=self._warm,
+            on_warm=lambda: self._warmth.spares_ready(self._group),
         )
-        self._stores = StoreHost(self._processes, self._offer_store)
         self._stream = MasterStream(
             self,
             settings.master,
             settings.token,
             tls=settings.tls,
             first_contact_s=settings.first_contact_s,
+        )
+        self._warmth = Warmth(settings.program, self._processes, self._stream, run=self._run)
+        self._pulse = Pulse(
+            self._stream,
+            self._processes,
+            group=lambda: self._group,
+            renewed=lambda until: self.feed(ev.LeaseRenewed(until)),
         )
 
     async def run(self) -> AgentEnd:
@@ -116,11 +115,11 @@ class Agent:
         finally:
             stream.cancel()
             self._stream.close()
-            for timer in (self._beat_timer, self._deadline_timer, *self._early_beats):
-                if timer is not None:
-                    timer.cancel()
+            self._pulse.stop()
+            if self._deadline_timer is not None:
+                self._deadline_timer.cancel()
             await server.close()
-            self._stores.close()
+            self._warmth.close()
             await self._processes.close()
             if self._group is not None:
                 self._group.close()
@@ -183,25 +182,13 @@ class Agent:
         if self._old_port is not None:
             self._old_port.close()
         self._old_port, self._port = self._port, ReservedPort()
-        self._stores.round_begins(run.store_port)
+        self._warmth.round_begins(run)
         group = self._group = Group(self._settings.program, run, self._processes)
         began = self._loop.time()
         started, how, problem = await group.start()
         took_s = self._loop.time() - began
         self.feed(ev.StartFinished(run.round, started, how, took_s, problem))
-        for timer in self._early_beats:
-            timer.cancel()
-        self._early_beats = [
-            self._loop.call_later(pause_s, self._early_beat) for pause_s in EARLY_BEATS_S
-        ]
-
-    def _warm(self) -> None:
-        """The spares are ready: prepare the next round's store from one of them."""
-        if self._group is not None and self._settings.program.mode is not RunMode.COMMAND:
-            self._run(self._stores.prepare(self._group.environment(0)))
-
-    def _offer_store(self, port: int) -> None:
-        self._stream.call(m.StoreOffered(port), lambda _: None)
+        self._pulse.workers_started()
 
     def _worker_exited(self, exit: WorkerExit) -> None:
         message, trace, last_step_ago_s = "", "", -1.0
@@ -224,16 +211,17 @@ class Agent:
             nproc=settings.program.launch.nproc,
             host=settings.host,
             store_port=self._port.number,
-            hosted_port=self._stores.port,
+            hosted_port=self._warmth.hosted_port,
+            cold=self._core.round == 0 and self._warmth.is_cold,
             round=self._core.round,
             node_id=settings.node_id,
             node_rank=settings.node_rank,
         )
 
     def attached(self, welcome: m.Attached, *, sent_at: float) -> None:
-        self._beat_s, self._lease_s = welcome.beat_s, welcome.lease_s
-        self.feed(ev.LeaseRenewed(sent_at + self._lease_s))
-        self._arm_beat()
+        self._pulse.begin(welcome, sent_at=sent_at)
+        if self._core.round == 0:
+            self._warmth.attached(welcome)
 
     def pushed(self, body: m.AnyMessage) -> None:
         match body:
@@ -281,46 +269,3 @@ class Agent:
                 await asyncio.wait_for(self._all_reported.wait(), FAREWELL_S)
             except TimeoutError:
                 return
-
-    # ---- beats ----------------------------------------------------------------------------------
-
-    def _arm_beat(self) -> None:
-        if self._beat_timer is not None:
-            self._beat_timer.cancel()
-        self._beat_timer = self._loop.call_later(self._beat_s, self._regular_beat)
-
-    def _regular_beat(self) -> None:
-        self._beat()
-        self._arm_beat()
-
-    def _early_beat(self) -> None:
-        """Beats until the first step was reported; then the regular ones are enough."""
-        beat = self._beat()
-        if beat.first_step_ago_s >= 0:
-            for timer in self._early_beats:
-                timer.cancel()
-
-    def _beat(self) -> m.Beat:
-        cpu, memory = self._use()
-        idle = m.Beat(0, 0, -1, -1.0, -1.0, cpu, memory)
-        beat = self._group.beat(cpu, memory) if self._group is not None else idle
-        sent_at = self._loop.time()
-
-        def answered(body: m.AnyMessage) -> None:
-            if isinstance(body, m.Done):
-                self.feed(ev.LeaseRenewed(sent_at + self._lease_s))
-
-        self._stream.beat(beat, answered)
-        return beat
-
-    def _use(self) -> tuple[float, int]:
-        """Cores (since the last look) and bytes in use by the workers."""
-        cpu, memory = 0.0, 0
-        for worker in self._processes.workers:
-            try:
-                process = self._seen.setdefault(worker.pid, psutil.Process(worker.pid))
-                cpu += process.cpu_percent(None) / 100
-                memory += process.memory_info().rss
-            except psutil.Error:
-                self._seen.pop(worker.pid, None)
-        return cpu, memory

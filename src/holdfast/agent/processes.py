@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.agent.children import Brood, Child, Status
@@ -165,6 +165,16 @@ class Processes:
     def spare_state(self) -> str:
         """ "none", "warming", "ready", "one-shot" or "off: reason"."""
         return self._spares.state
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The modules that workers imported, in order."""
+        return self._spares.learned
+
+    def preload(self, names: Sequence[str], env: Mapping[str, str], workers: int) -> None:
+        """Prepare spares for so many workers before the first one runs here."""
+        self._most_workers = max(self._most_workers, workers)
+        self._spares.preload(names, self._brood.marked(env))
 
     @property
     def workers(self) -> tuple[Worker, ...]:

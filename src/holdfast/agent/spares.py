@@ -164,6 +164,17 @@ class Spares:
             self._names.extend(new)
             self._wait_for_quiet()
 
+    @property
+    def learned(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    def preload(self, names: Iterable[str], env: Mapping[str, str]) -> None:
+        """Take over what others have learned, and prepare at once."""
+        self._env = _shared_part(env)
+        self.learn(names)
+        if not self._off:
+            self._quiet()
+
     def worker_started(self, env: Mapping[str, str]) -> None:
         """Spares are started with the environment of the newest worker."""
         self._env = _shared_part(env)

@@ -91,8 +91,10 @@ class MasterStream:
                     raise RetryableError(
                         f"the master does not answer: {exc} (tried for {self._first_contact_s:g} s)"
                     ) from exc
-            except AuthError as exc:
-                raise UsageError(f"the master at {self._address} refused us: {exc}") from exc
+            except (AuthError, ProtocolError) as exc:
+                # Once we had a master it can only be that somebody else sits on its port for now.
+                if self._incarnation == 0:
+                    raise UsageError(f"no master of this job at {self._address}: {exc}") from exc
             pause_s = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
             tries += 1
             if pause_s:
@@ -115,7 +117,9 @@ class MasterStream:
 
     def forget(self, number: int) -> None:
         """Whoever asked no longer wants to know."""
-        self._outstanding.pop(number, None)
+        entry = self._outstanding.pop(number, None)
+        if entry is not None and entry[1] and self._is_attached and self._link is not None:
+            self._link.send(m.Dropped(entry[1], entry[2]))
 
     def beat(self, beat: m.Beat, answered: ANSWERED) -> None:
         """Like a call, but an old beat is not worth repeating."""

@@ -216,9 +216,10 @@ def _goodput(report: Report) -> Text:
     text.append("█" * productive, style=GOOD_STYLE)
     text.append("░" * (_BAR - productive), style="yellow")
     text.append(f" of {total_s:.1f} s\n", style="not bold")
-    spent = [f"{use} {s:.1f} s" for use, s in report.seconds.items() if s >= 0.05]
-    spent.append(f"first start {report.first_step_s:.1f} s, counted as restore")
-    text.append(", ".join(spent[:-1]) + f" ({spent[-1]})", style="not bold dim")
+    spent = ", ".join(f"{use} {s:.1f} s" for use, s in report.seconds.items() if s >= 0.05)
+    if report.curve:
+        spent += f" (the first start counts as restore: {report.first_step_s:.1f} s)"
+    text.append(spent, style="not bold dim")
     return text
 
 

@@ -94,6 +94,8 @@ class Service:
                     node_id, link.number, frame.call, frame.session, frame.seq, request
                 )
             )
+        elif isinstance(body, m.Dropped):
+            self._feed(ev.RequestDropped(body.session, body.seq))
         elif isinstance(body, m.Attach):
             self._feed(ev.AttachRequested(link.number, frame.call, body))
         elif isinstance(body, m.Observe):
@@ -112,6 +114,8 @@ class Service:
         match body:
             case m.WorkersStarted():
                 self._feed(ev.StartReported(node_id, link.number, call, body))
+            case m.Warmed():
+                self._feed(ev.NodeWarmed(node_id, link.number, call))
             case m.StoreOffered():
                 self._feed(ev.StoreOffered(node_id, link.number, call, body.port))
             case m.WorkersFailed() if body.failures:

@@ -105,6 +105,8 @@ class Attach(Message, frozen=True):
     topology: str = ""
     hosted_port: int = 0
     """A port on which a fresh store server listens already; 0 if there is none."""
+    cold: bool = False
+    """True when the workers would start cold now, and a `Warmed` will follow."""
 
 
 class Attached(Message, frozen=True):
@@ -133,6 +135,17 @@ class StoreOffered(Message, frozen=True):
     """A store server runs here already, for the next round in case this node leads it."""
 
     port: int
+
+
+class Warmed(Message, frozen=True):
+    """Workers started here from now on have their modules loaded."""
+
+
+class Dropped(Message, frozen=True):
+    """A relayed request whose worker has gone: no answer is wanted. It has none itself."""
+
+    session: str
+    seq: int
 
 
 class FailureInfo(Struct, frozen=True, array_like=True):
@@ -387,12 +400,12 @@ KvCall = (
 )
 """What a worker may ask, and an agent relays."""
 
-AgentCall = Attach | WorkersStarted | StoreOffered | WorkersFailed | WorkersDone | Leave
+AgentCall = Attach | WorkersStarted | StoreOffered | Warmed | WorkersFailed | WorkersDone | Leave
 Call = KvCall | AgentCall | Beat | Observe | StopJob
 Answer = Done | Refused | Value | Values | Number | Keys | Attached | Observed
 Push = RunWorld | StopWork | Fenced | JobEnded | Story
 Handshake = Challenge | Proof | Welcome
-AnyMessage = Call | Answer | Push | Handshake
+AnyMessage = Call | Dropped | Answer | Push | Handshake
 
 
 class Frame(Struct, frozen=True, array_like=True):

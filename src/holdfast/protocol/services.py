@@ -22,6 +22,7 @@ METHODS: dict[type[m.Message], Method] = {
         Method(m.Attach, m.Attached, mutates=False),
         Method(m.WorkersStarted, m.Done, mutates=False),
         Method(m.StoreOffered, m.Done, mutates=False),
+        Method(m.Warmed, m.Done, mutates=False),
         Method(m.Beat, m.Done, mutates=False),
         Method(m.WorkersFailed, m.Done, mutates=False),
         Method(m.WorkersDone, m.Done, mutates=False),

@@ -255,7 +255,8 @@ async def listen(
             _tune(listening)
         await server.start_serving()
     except OSError as exc:
-        raise StateError(f"cannot listen on {address}: {exc.strerror or exc}") from exc
+        why = os.strerror(exc.errno) if exc.errno else str(exc)
+        raise StateError(f"cannot listen on {address}: {why}") from exc
     bound = server.sockets[0].getsockname()
     return Server(server, links, join_address(host, bound[1]))
 
@@ -291,12 +292,22 @@ async def connect(
             await link.ready
             return link
     except ssl.SSLError as exc:
-        raise AuthError(f"{address}: {exc.reason or exc}") from exc
+        raise AuthError(_tls_problem(exc)) from exc
     except (OSError, TimeoutError) as exc:
         if link is not None:
             link.abort()
         why = exc.strerror if isinstance(exc, OSError) and exc.strerror else "no answer in time"
+        if link is not None and tls is None:
+            why += " on an open connection; does it want TLS?"
         raise RetryableError(f"{address}: {why}") from exc
+
+
+def _tls_problem(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted here ({error.verify_message})"
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return "it does not speak TLS"
+    return f"TLS failed ({error.reason or error})"
 
 
 def split_address(address: str) -> tuple[str, int]:

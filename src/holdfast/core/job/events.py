@@ -68,6 +68,15 @@ class StoreOffered(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class NodeWarmed(Event):
+    """A node that was cold has prepared its workers."""
+
+    node_id: NodeId
+    link: int
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
 class FailureReported(Event):
     node_id: NodeId
     link: int
@@ -157,6 +166,8 @@ class NodeReady(Event):
     round: Round
     returned: bool
     """True for the same agent process on a new link."""
+    cold: bool = False
+    """True when its workers would start cold: it says so when they no longer would."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.BeatReceived, liveness, progress)
     core.route(ev.StartReported, rendezvous)
     core.route(ev.StoreOffered, rendezvous)
+    core.route(ev.NodeWarmed, rendezvous)
     core.route(ev.FailureReported, rendezvous)
     core.route(ev.DoneReported, rendezvous)
     core.route(ev.KvRequested, sync)

@@ -118,7 +118,9 @@ class Nodes:
             hosted_port=attach.hosted_port,
             topology=attach.topology,
         )
-        fact = ev.NodeReady(member, Round(attach.round), returned=known is not None)
+        fact = ev.NodeReady(
+            member, Round(attach.round), returned=known is not None, cold=attach.cold
+        )
         outcome.facts.append(fact)
         return outcome
 

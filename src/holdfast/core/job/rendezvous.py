@@ -7,7 +7,8 @@ The rules, in the order in which they are asked:
    is never empty. Nodes beyond that wait as spares and step in when a place is free.
 2. Without a running world, one forms as soon as nobody who is expected is missing; if somebody is,
    the last call gives them `last_call_s` from the moment a world became possible.
-3. A running world is replaced when it breaks, or, if it is healthy, when a larger one is possible.
+3. A running world is replaced when it breaks, or, if it is healthy, when a larger one is possible
+   with nodes whose workers start warm: it is not stopped to wait for somebody's imports.
 4. A world none of whose nodes is left may still be computing behind a network partition: its
    successor waits until those nodes are proven dead or their leases have expired.
 
@@ -16,16 +17,15 @@ A world is agreed once and pushed; whoever missed the push gets it again when it
 
 from collections.abc import Iterable
 
-from msgspec.structs import replace
-
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Push, Reply
+from holdfast.core.job.muster import Muster
 from holdfast.core.job.world_state import WorldState
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
 from holdfast.model.ids import Generation, NodeId, Round
 from holdfast.model.node import ExitReason
-from holdfast.model.world import Member, World, in_order
+from holdfast.model.world import World
 from holdfast.protocol import messages as m
 
 GROW_AFTER_S = 1.0
@@ -38,11 +38,7 @@ class Rendezvous:
     def __init__(self) -> None:
         self._rules: m.JobRules | None = None
         self._state = WorldState()
-        # Volatile: rebuilt as the agents attach.
-        self._ready: dict[NodeId, Member] = {}
-        self._absent: set[NodeId] = set()
-        #: Nodes of the last world that went silent and whose leases still run.
-        self._leased: set[NodeId] = set()
+        self._muster = Muster()
         self._started: set[NodeId] = set()
         #: The verdict on the present world is on its way, in this very step.
         self._hurt = False
@@ -59,21 +55,25 @@ class Rendezvous:
             case ev.NodeReady():
                 return self._node_ready(event, now)
             case ev.NodeAbsent() | ev.NodeSilent():
-                # A node that left or was lost has no place to keep when its stream closes.
-                if self._ready.pop(event.node_id, None) is not None:
-                    self._absent.add(event.node_id)
+                self._muster.away(event.node_id)
                 return NOTHING
             case ev.NodeExpected():
-                self._absent.add(event.node_id)
+                self._muster.absent.add(event.node_id)
                 return NOTHING
             case ev.NodeLost():
                 return self._node_lost(event, now)
             case ev.FailureReported() | ev.DoneReported() | ev.StartReported():
                 return self._reported(event, now)
             case ev.StoreOffered():
-                return self._store_offered(event)
+                self._muster.set_ports(event.node_id, hosted_port=event.port)
+                return Outcome(commands=[Reply(event.link, event.call, m.Done())])
+            case ev.NodeWarmed():
+                self._muster.cold.discard(event.node_id)
+                outcome = Outcome(commands=[Reply(event.link, event.call, m.Done())])
+                outcome.add(self._form(now))
+                return outcome
             case ev.LeaseExpired():
-                self._leased.discard(event.node_id)
+                self._muster.leased.discard(event.node_id)
                 return self._form(now)
             case Tick():
                 return self._tick(now)
@@ -99,9 +99,7 @@ class Rendezvous:
 
     def _node_ready(self, event: ev.NodeReady, now: float) -> Outcome:
         member = event.member
-        self._ready[member.node_id] = member
-        self._absent.discard(member.node_id)
-        self._leased.discard(member.node_id)
+        self._muster.arrived(member, is_cold=event.cold)
         outcome = Outcome()
         if self._state.holds(member):
             if self._state.broken:
@@ -117,14 +115,13 @@ class Rendezvous:
         return outcome
 
     def _node_lost(self, event: ev.NodeLost, now: float) -> Outcome:
-        self._ready.pop(event.node_id, None)
-        self._absent.discard(event.node_id)
+        self._muster.lost(event.node_id)
         if event.node_id not in self._state.index or event.node_id in self._state.done:
             return self._form(now)
         if event.proven:
-            self._leased.discard(event.node_id)
+            self._muster.leased.discard(event.node_id)
         else:
-            self._leased.add(event.node_id)
+            self._muster.leased.add(event.node_id)
         outcome = Outcome()
         if not self._state.broken:
             self._hurt = True
@@ -147,7 +144,7 @@ class Rendezvous:
         formed = self._form(now)
         if not formed.facts:
             # Nobody may go on computing in a world that is over.
-            for node_id in self._ready:
+            for node_id in self._muster.ready:
                 outcome.commands.append(Push(node_id, self._state.stop_work()))
         outcome.add(formed)
         return outcome
@@ -159,10 +156,7 @@ class Rendezvous:
         outcome = Outcome()
         current = event.report.round == self._state.round and event.node_id in self._state.index
         if isinstance(event, ev.StartReported):
-            member = self._ready.get(event.node_id)
-            if member is not None:
-                port = event.report.store_port
-                self._ready[event.node_id] = replace(member, store_port=port)
+            self._muster.set_ports(event.node_id, store_port=event.report.store_port)
             if current and not self._state.broken:
                 self._started.add(event.node_id)
                 if len(self._started) == len(self._state.index):
@@ -189,19 +183,13 @@ class Rendezvous:
         outcome.commands.append(Reply(event.link, event.call, m.Done()))
         return outcome
 
-    def _store_offered(self, event: ev.StoreOffered) -> Outcome:
-        member = self._ready.get(event.node_id)
-        if member is not None:
-            self._ready[event.node_id] = replace(member, hosted_port=event.port)
-        return Outcome(commands=[Reply(event.link, event.call, m.Done())])
-
     def _tick(self, now: float) -> Outcome:
         if self._give_up_at is not None and self._give_up_at <= now:
             self._give_up_at = None
             assert self._rules is not None
             reason = (
                 f"no world formed within {self._rules.join_timeout_s:g} s: "
-                f"{len(self._ready)} of at least {self._rules.min_nodes} nodes are ready"
+                f"{len(self._muster.ready)} of at least {self._rules.min_nodes} nodes are ready"
             )
             return Outcome(facts=[ev.WorldImpossible(reason)])
         return self._form(now)
@@ -209,57 +197,40 @@ class Rendezvous:
     # ---- forming a world ------------------------------------------------------------------------
 
     def _form(self, now: float) -> Outcome:
-        """Form a world if the rules allow one now; if only patience is missing, arm the last call."""
-        size = self._possible_size()
-        running = self._state.is_healthy
-        if self._ended or size == 0 or self._blocked_by_leases() or (running and self._hurt):
+        """Form a world if the rules allow it; arm the last call if only patience is missing."""
+        rules, growing = self._rules, self._state.is_healthy
+        size = 0 if rules is None else self._muster.possible_size(rules, growing=growing)
+        if rules is None or size == 0 or self._must_not_form(size, growing=growing):
             self._last_call_at = None
             return NOTHING
-        if running and (size <= len(self._state.index) or self._state.done):
-            # Nothing to gain; and work that is finished is not started again for a newcomer.
-            self._last_call_at = None
-            return NOTHING
-        if not self._complete(size) or (running and self._absent):
+        if not self._is_complete(rules, size, growing=growing):
             if self._last_call_at is None:
-                assert self._rules is not None
-                patience_s = GROW_AFTER_S if running else self._rules.last_call_s
-                self._last_call_at = now + patience_s
+                self._last_call_at = now + (GROW_AFTER_S if growing else rules.last_call_s)
             if now < self._last_call_at:
                 return NOTHING
-        return self._agree(size, planned=running)
+        return self._agree(size, planned=growing)
 
-    def _possible_size(self) -> int:
-        """How many nodes the next world would have; 0 if there can be none."""
-        rules = self._rules
-        if rules is None:
-            return 0
-        size = min(len(self._ready), rules.max_nodes)
-        size -= size % rules.node_unit
-        return size if size >= max(rules.min_nodes, 1) else 0
-
-    def _complete(self, size: int) -> bool:
-        """Whether nobody who is expected is missing."""
-        assert self._rules is not None
-        if size == self._rules.max_nodes - self._rules.max_nodes % self._rules.node_unit:
+    def _must_not_form(self, size: int, *, growing: bool) -> bool:
+        if self._ended:
             return True
-        # Before the first world everybody up to the maximum is expected; later, those we know.
-        return self._state.round > 0 and not self._absent and not self._state.is_healthy
+        if growing:
+            # A verdict is on its way; or nothing is to be gained; or work that is finished would
+            # be started again for a newcomer.
+            return self._hurt or size <= len(self._state.index) or bool(self._state.done)
+        # Rule 4: a world that lost all its nodes at once may not be dead at all.
+        ready = self._muster.ready
+        return bool(self._muster.leased) and not any(n in ready for n in self._state.index)
 
-    def _blocked_by_leases(self) -> bool:
-        """Rule 4: a world that lost all its nodes at once may not be dead at all."""
-        return bool(self._leased) and not any(
-            node_id in self._ready for node_id in self._state.index
-        )
+    def _is_complete(self, rules: m.JobRules, size: int, *, growing: bool) -> bool:
+        """Whether nobody who is expected is missing."""
+        nobody_absent = not self._muster.absent
+        if self._muster.is_full(rules, size):
+            return nobody_absent or not growing
+        # Before the first world everybody up to the maximum is expected; later, those we know.
+        return self._state.round > 0 and nobody_absent and not growing
 
     def _agree(self, size: int, *, planned: bool) -> Outcome:
-        # Members of the running world come first, so that a newcomer never pushes one out.
-        chosen = sorted(
-            self._ready.values(),
-            key=lambda member: (
-                planned and member.node_id not in self._state.index,
-                member.node_rank,
-            ),
-        )[:size]
+        chosen = self._muster.choose(size, growing=planned, world=self._state.index)
         outcome = Outcome()
         commit(
             self,
@@ -268,7 +239,7 @@ class Rendezvous:
                 World(
                     round=Round(self._state.round + 1),
                     generation=Generation(self._state.generation + 1),
-                    members=tuple(in_order(chosen)),
+                    members=tuple(chosen),
                 ),
                 self._next_why,
                 planned,
@@ -279,8 +250,7 @@ class Rendezvous:
         assert world is not None
         self._last_call_at = self._give_up_at = None
         # A store serves one round: the keys of a dead one would lead the next astray.
-        first = self._ready[world.members[0].node_id]
-        self._ready[first.node_id] = replace(first, hosted_port=0)
+        self._muster.set_ports(world.members[0].node_id, hosted_port=0)
         outcome.facts.append(ev.WorldFormed(world, self._state.why, planned))
         for member in world.members:
             run = self._state.run_world(member.node_id)
@@ -303,7 +273,7 @@ class Rendezvous:
         match record:
             case rec.WorldAgreed():
                 self._started.clear()
-                self._leased.clear()
+                self._muster.leased.clear()
                 self._hurt = False
             case rec.RoundBroken():
                 self._next_why = record.reason
@@ -323,7 +293,7 @@ class Rendezvous:
             "world_size": self._state.world.size if self._state.world is not None else 0,
             "spares": sorted(
                 member.node_rank
-                for member in self._ready.values()
+                for member in self._muster.ready.values()
                 if member.node_id not in self._state.index
             ),
         }
