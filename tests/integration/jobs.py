@@ -259,10 +259,7 @@ class Jobs:
             found = [event for event in self.events(what) if matches(event)]
             return found if len(found) >= count else []
 
-        try:
-            return until(enough, timeout_s, what=f"{count} times {what!r}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.story()}") from None
+        return self._until(enough, timeout_s, f"{count} times {what!r}")
 
     def wait_world(self, world: int, *, after: Iterable[Event] = (), steps: int = 2) -> list[Event]:
         """Wait until a world of this size has made so many steps, in a round later than `after`.
@@ -283,10 +280,23 @@ class Jobs:
                     return [last[rank] for rank in sorted(last)]
             return []
 
+        return self._until(newest, LIMIT_S, f"steps of a world of {world} after round {past}")
+
+    def _until(
+        self, look: Callable[[], list[Event]], timeout_s: float, what: str
+    ) -> list[Event]:
+        """Like `until`, but not longer than there is anybody left who could make it happen."""
+
+        def found() -> list[Event] | bool:
+            over = not any(command.is_running() for command in self.commands)
+            return look() or over
+
         try:
-            return until(newest, LIMIT_S, what=f"steps of a world of {world} after round {past}")
+            events = until(found, timeout_s, what=what)
+            assert isinstance(events, list), f"all commands have ended without {what}"
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story()}") from None
+        return events
 
     def finish(self) -> None:
         """Let the scripts end after their present step."""

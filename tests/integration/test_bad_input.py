@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes of users and of their machines: one sentence, the right exit code, nothing lost."""
 
+import datetime
 import hashlib
+import ipaddress
 import os
 import secrets
 import socket
@@ -13,6 +15,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from holdfast.ports.journal import Entry
 from holdfast.protocol import messages as m
@@ -201,6 +206,59 @@ def test_a_script_with_a_syntax_error(jobs: Jobs) -> None:
     assert "def train(:" in last
     assert "SyntaxError: invalid syntax" in last
     assert "bootstrap.py" not in run.text
+
+
+# ---- TLS ------------------------------------------------------------------------------------
+
+
+def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that is its own authority, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    here = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([here]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    certificate_file, key_file = folder / f"{name}.pem", folder / f"{name}.key"
+    certificate_file.write_bytes(certificate.public_bytes(pem))
+    plain = serialization.NoEncryption()
+    key_file.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    return certificate_file, key_file
+
+
+def test_tls(jobs: Jobs, files: Path) -> None:
+    """With certificates an open address is fine, and only who trusts the certificate gets in."""
+    certificate, key = self_signed(files, "ours")
+    other, _ = self_signed(files, "other")
+    secure = ("--tls-cert", str(certificate), "--tls-key", str(key), "--http", "off")
+    master = jobs.master(*secure, listen="0.0.0.0:0")
+    master.address = master.address.replace("0.0.0.0", "127.0.0.1")
+    soon = ("--rdzv-conf", "join_timeout=2", "--no-spares")
+    distrusts = jobs.node(master, *soon, "--tls-ca", str(other), "train.py")
+    readable = jobs.node(master, *soon, "train.py")
+    assert "its certificate is not trusted here" in complaint(distrusts, USAGE)
+    assert "no answer in time on an open connection; does it want TLS?" in complaint(
+        readable, FAILED
+    )
+    jobs.node(master, *soon, "--tls-ca", str(certificate), "train.py").succeeds()
+    master.succeeds()
+
+
+def test_a_plain_master_is_not_taken_for_a_secure_one(jobs: Jobs, files: Path) -> None:
+    certificate, _ = self_signed(files, "ours")
+    master = jobs.master("--http", "off")
+    node = jobs.node(master, "--tls-ca", str(certificate), "train.py")
+    assert "it does not speak TLS" in complaint(node, USAGE)
 
 
 # ---- disks ----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ BOUNDED_S = 30.0
 EQUAL_TO_TORCHRUN = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME LOCAL_WORLD_SIZE WORLD_SIZE GROUP_WORLD_SIZE "
     "ROLE_WORLD_SIZE OMP_NUM_THREADS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING TORCHELASTIC_SIGNALS_TO_HANDLE"
 ).split()
 
 
@@ -98,9 +98,9 @@ def files_of(folder: Path, round: int = 1) -> dict[tuple[int, str], list[str]]:
 def expect_complete(lines: list[str], name: str, rank: int, count: int, prefix: str = "") -> None:
     """Not a line of scripts/talk.py is missing, doubled or out of order."""
     start = f"{prefix}{name} {rank} "
-    numbers = [int(line.removeprefix(start)[:7]) for line in lines if line.startswith(start)][:-1]
-    assert numbers == list(range(count))
-    assert lines[-1] == f"{start}end"
+    *numbered, last = [line.removeprefix(start) for line in lines]
+    assert [int(line[:7]) for line in numbered] == list(range(count))
+    assert last == "end"
 
 
 def test_big_output_is_complete_in_files_and_on_the_console(jobs: Jobs) -> None:

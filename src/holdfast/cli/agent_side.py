@@ -74,6 +74,7 @@ def _settings(
         max_restarts=options.max_restarts,
         socket=f"unix:{socket}",
         token_file=str(options.token_file.absolute()),
+        signals_to_handle=",".join(number.name for number in options.signals_to_handle),
         virtual_local_rank=options.virtual_local_rank,
     )
     program = Program(

@@ -325,8 +325,7 @@ class Demo:
             alive += [(f"node {rank}", rank in running) for rank in range(NODES)]
             workers = sorted(self._job.workers().items())
             alive += [(f"rank {rank}", psutil.pid_exists(pid)) for rank, pid in workers]
-            size = "1 worker" if view.world.world_size == 1 else f"{view.world.world_size} workers"
-            world = f"round {view.world.round}, {size}, generation {view.world.generation}"
+            world = f"round {view.world.round}, generation {view.world.generation}"
         return screen.Picture(
             clock_s=now - self._started_at,
             alive=tuple(alive),

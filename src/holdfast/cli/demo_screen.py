@@ -181,7 +181,7 @@ def _table(rows: Sequence[Interruption]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         following = "never" if row.next_step_s is None else f"{row.next_step_s:.2f} s"
-        what = Text(row.what if row.killed else f"└ then {row.what}")
+        what = Text(row.what if row.killed else f"└ {row.what}")
         if not row.killed:
             what.stylize("dim")
         table.add_row(

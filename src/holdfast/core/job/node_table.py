@@ -11,6 +11,9 @@ from holdfast.model.node import ExitReason, Phase
 from holdfast.protocol import messages as m
 
 
+_NEVER_MET = Incarnation(0)
+
+
 @dataclass(slots=True)
 class NodeState:
     """What is known of one node id."""
@@ -18,7 +21,7 @@ class NodeState:
     node_id: NodeId
     node_rank: NodeRank
     phase: Phase = Phase.INITIAL
-    incarnation: Incarnation = Incarnation(0)
+    incarnation: Incarnation = _NEVER_MET
     #: Empty until an agent process was admitted under this id.
     agent_key: str = ""
     nproc: int = 0

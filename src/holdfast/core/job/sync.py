@@ -15,7 +15,7 @@ from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Reply
 from holdfast.core.job.scopes import JOB_SCOPE, Scopes, ScopeState
-from holdfast.core.job.waits import Held, Waits
+from holdfast.core.job.waits import HeldState, Waits
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId
 from holdfast.protocol import messages as m
@@ -274,7 +274,7 @@ class Sync:
             _answer(outcome, held.request, m.Refused("timeout", _late(held)))
         return outcome
 
-    def _forget(self, number: int) -> Held:
+    def _forget(self, number: int) -> HeldState:
         """End a wait without an answer."""
         held = self._waits.take(number)
         assert held is not None
@@ -340,7 +340,7 @@ def _integer(value: bytes) -> int | None:
         return None
 
 
-def _late(held: Held) -> str:
+def _late(held: HeldState) -> str:
     body = held.request.body
     if isinstance(body, m.Barrier):
         return f"barrier {body.name!r}: not everybody arrived within {body.timeout_s:g} s"

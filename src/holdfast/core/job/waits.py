@@ -12,7 +12,7 @@ WAIT_MAX_S = 10 * 365 * 86400.0
 
 
 @dataclass(slots=True)
-class Held:
+class HeldState:
     """A request that waits. `missing` are the keys it still waits for."""
 
     request: ev.KvRequested
@@ -20,10 +20,10 @@ class Held:
 
 
 class Waits:
-    """Held requests, by number, node, session, key and time."""
+    """HeldState requests, by number, node, session, key and time."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldState] = {}
         self._by_node: dict[NodeId, set[int]] = {}
         self._by_session: dict[str, int] = {}
         self._next = 0
@@ -34,14 +34,14 @@ class Waits:
     def __len__(self) -> int:
         return len(self._held)
 
-    def __getitem__(self, number: int) -> Held:
+    def __getitem__(self, number: int) -> HeldState:
         return self._held[number]
 
     def hold(self, request: ev.KvRequested, keys: set[str], timeout_s: float, now: float) -> int:
         """Keep a request waiting; the number is how it is known here."""
         number = self._next
         self._next += 1
-        self._held[number] = Held(request, keys)
+        self._held[number] = HeldState(request, keys)
         self._by_node.setdefault(request.node_id, set()).add(number)
         if request.session:
             self._by_session[request.session] = number
@@ -51,7 +51,7 @@ class Waits:
         heappush(self._timeouts, (now + min(max(0.0, timeout_s), WAIT_MAX_S), number))
         return number
 
-    def take(self, number: int) -> Held | None:
+    def take(self, number: int) -> HeldState | None:
         """End a wait; None if it had ended already."""
         held = self._held.pop(number, None)
         if held is None:

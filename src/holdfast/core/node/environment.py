@@ -17,6 +17,7 @@ class Launch:
     max_restarts: int
     socket: str
     token_file: str
+    signals_to_handle: str
     virtual_local_rank: bool = False
 
 
@@ -49,6 +50,7 @@ def worker_environment(
         TORCHELASTIC_RUN_ID=launch.run_id,
         TORCHELASTIC_USE_AGENT_STORE=str(run.store_hosted),
         TORCHELASTIC_ERROR_FILE=error_file,
+        TORCHELASTIC_SIGNALS_TO_HANDLE=launch.signals_to_handle,
         TORCH_NCCL_ASYNC_ERROR_HANDLING=base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         HOLDFAST_SOCKET=launch.socket,
         HOLDFAST_TOKEN_FILE=launch.token_file,
