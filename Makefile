@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.holdfast-setup
 
 CODE    := src tests $(wildcard bench) $(wildcard examples)
 TYPED   := src $(wildcard bench)
-BENCHES := $(filter-out bench/__init__.py bench/common.py bench/toy_%.py,$(wildcard bench/*.py))
+BENCHES := $(filter-out bench/__init__.py bench/common.py bench/hollow.py bench/toy_%.py,$(wildcard bench/*.py))
 
 # How often `make soak` repeats the tests that start and kill real processes.
 SOAK_ROUNDS ?= 20

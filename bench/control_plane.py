@@ -218,10 +218,15 @@ def allow_connections(count: int) -> None:
         sys.exit(f"{count} agents need as many local ports, and there are {high - low}")
 
 
-def print_scales(scales: Sequence[Scale]) -> None:
-    def spread(values: list[float]) -> str:
-        return str(Spread.of(values) or "-")
+def shown(values: Sequence[float]) -> str:
+    """Median and range; large numbers in full."""
+    spread = Spread.of(values)
+    if spread is None or spread.median < 100:
+        return str(spread or "-")
+    return f"{spread.median:,.0f} ({spread.low:,.0f}-{spread.high:,.0f})"
 
+
+def print_scales(scales: Sequence[Scale]) -> None:
     rows = [
         ("cold join: first connect to last world received, s", "join_s"),
         ("  CPU of the master for it, s", "join_cpu_s"),
@@ -234,7 +239,7 @@ def print_scales(scales: Sequence[Scale]) -> None:
     print_table(
         "one master, hollow agents: median (least-most)",
         ["", *(f"{scale.agents} agents" for scale in scales)],
-        [[title, *(spread(getattr(scale, name)) for scale in scales)] for title, name in rows],
+        [[title, *(shown(getattr(scale, name)) for scale in scales)] for title, name in rows],
     )
     for scale in scales:
         if scale.streams_lost:
@@ -246,10 +251,10 @@ def print_kv(result: KvResult) -> None:
         f"journaled key-value sets: {SESSIONS} sessions, each waits for its answer, {LINKS} links",
         ["", "median (least-most)"],
         [
-            ["sets per second", str(Spread.of(result.sets_per_s))],
-            ["p50, ms", str(Spread.of(result.p50_ms))],
-            ["p99, ms", str(Spread.of(result.p99_ms))],
-            ["CPU of the master per set, us", str(Spread.of(result.cpu_us_per_set))],
+            ["sets per second", shown(result.sets_per_s)],
+            ["p50, ms", shown(result.p50_ms)],
+            ["p99, ms", shown(result.p99_ms)],
+            ["CPU of the master per set, us", shown(result.cpu_us_per_set)],
         ],
     )
 

@@ -122,6 +122,7 @@ class Job:
         rank: int = -1,
         incarnation: int | None = None,
         topology: str = "",
+        cold: bool = False,
     ) -> Outcome:
         """The agent process `name` reports on a new link; it remembers what it was called."""
         known = self._incarnation_of.get(name, 0)
@@ -136,6 +137,7 @@ class Job:
             node_rank=rank,
             incarnation=known if incarnation is None else incarnation,
             topology=topology,
+            cold=cold,
         )
         return self.feed(ev.AttachRequested(self.link(name), 1, attach), at)
 
@@ -167,6 +169,9 @@ class Job:
     def offer_store(self, name: str, port: int, at: float | None = None) -> Outcome:
         event = ev.StoreOffered(self.node_of[name], self.link(name), 1, port)
         return self.feed(event, at)
+
+    def warmed(self, name: str, at: float | None = None) -> Outcome:
+        return self.feed(ev.NodeWarmed(self.node_of[name], self.link(name), 1), at)
 
     def failed(
         self,

@@ -113,9 +113,7 @@ class Command:
             return matches[after] if len(matches) > after else None
 
         with self._changed:
-            self._changed.wait_for(
-                lambda: found() is not None or not self._open_pipes, timeout_s
-            )
+            self._changed.wait_for(lambda: found() is not None or not self._open_pipes, timeout_s)
             line = found()
         assert line is not None, f"no line with {pattern!r} in {timeout_s:g} s:\n{self.text}"
         return line
@@ -282,9 +280,7 @@ class Jobs:
 
         return self._until(newest, LIMIT_S, f"steps of a world of {world} after round {past}")
 
-    def _until(
-        self, look: Callable[[], list[Event]], timeout_s: float, what: str
-    ) -> list[Event]:
+    def _until(self, look: Callable[[], list[Event]], timeout_s: float, what: str) -> list[Event]:
         """Like `until`, but not longer than there is anybody left who could make it happen."""
 
         def found() -> list[Event] | bool:
@@ -365,7 +361,7 @@ def playground() -> Iterator[Jobs]:
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, be it reaped or not."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 

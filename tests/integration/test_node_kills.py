@@ -66,6 +66,19 @@ def test_the_node_of_rank_0_is_launched_again(jobs: Jobs) -> None:
     jobs.expect_nothing_left()
 
 
+def test_torch_goes_on_after_the_loss_of_the_node_of_rank_0(jobs: Jobs) -> None:
+    """The node that the address of the process group's store points to."""
+    job = jobs.run("--local-nodes", "2", str(SCRIPTS / "train.py"))
+    first = jobs.wait_world(2)
+    os.kill(first[0].agent, signal.SIGKILL)
+    second = jobs.wait_world(2, after=first)
+    expect_ranks(second, 2)
+    assert min(event.step for event in jobs.steps(round=second[0].round)) >= first[0].step
+    jobs.finish()
+    job.succeeds()
+    jobs.expect_nothing_left()
+
+
 def test_a_spare_node_steps_in(jobs: Jobs) -> None:
     job = jobs.run("--local-nodes", "2", "--spare-nodes", "1", STEPS)
     first = jobs.wait_world(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`holdfast run` as a user meets it: signals, output, ways to name a program, torchrun's contract."""
+"""`holdfast run` as a user meets it: signals, output, kinds of programs, torchrun's contract."""
 
 import json
 import os
@@ -20,10 +20,21 @@ BOUNDED_S = 30.0
 """Far below the minutes that a hang would take, far above the second that it does take."""
 
 EQUAL_TO_TORCHRUN = (
-    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME LOCAL_WORLD_SIZE WORLD_SIZE GROUP_WORLD_SIZE "
-    "ROLE_WORLD_SIZE OMP_NUM_THREADS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING TORCHELASTIC_SIGNALS_TO_HANDLE"
-).split()
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "OMP_NUM_THREADS",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 
 
 # ---- stopping -----------------------------------------------------------------------------------

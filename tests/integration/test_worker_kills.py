@@ -96,9 +96,10 @@ def test_no_restart_is_made_when_none_is_allowed(jobs: Jobs, how: str) -> None:
     jobs.expect_nothing_left()
 
 
-def test_the_first_traceback_is_what_the_user_sees_last(jobs: Jobs) -> None:
-    options = ("--nproc-per-node", "2", "--max-restarts", "1")
-    job = jobs.run(*options, STEPS, STEPS="5", FAULTS="raise step 1;raise step 0")
+@pytest.mark.parametrize("shape", ["--nproc-per-node", "--local-nodes"])
+def test_the_first_traceback_is_what_the_user_sees_last(jobs: Jobs, shape: str) -> None:
+    faults = "raise step 1;raise step 0"
+    job = jobs.run(shape, "2", "--max-restarts", "1", STEPS, STEPS="5", FAULTS=faults)
     assert job.wait() == 1
     failure = max(n for n, line in enumerate(job.err) if line.startswith("The first failure: rank"))
     last_words = job.err[failure:]
@@ -176,7 +177,9 @@ def test_a_worker_that_is_continued_in_time_is_left_alone(jobs: Jobs) -> None:
     os.kill(first[1].pid, signal.SIGSTOP)
     until(lambda: psutil.Process(first[1].pid).status() == psutil.STATUS_STOPPED, 10)
     os.kill(first[1].pid, signal.SIGCONT)
-    jobs.wait_for("step", lambda event: event.pid == first[1].pid and event.step > first[1].step + 2)
+    jobs.wait_for(
+        "step", lambda event: event.pid == first[1].pid and event.step > first[1].step + 2
+    )
     jobs.finish()
     job.succeeds()
     assert {event.round for event in jobs.events()} == {1}

@@ -68,6 +68,7 @@ class Scenario:
             "started": lambda words: self.job.started(words.pop("agent"), int(words.pop("round"))),
             "done": lambda words: self.job.done(words.pop("agent"), int(words.pop("round"))),
             "failed": self._failed,
+            "warmed": lambda words: self.job.warmed(words.pop("agent")),
             "offer": lambda words: self.job.offer_store(words.pop("agent"), int(words.pop("port"))),
             "seen": self._seen,
             "stop": lambda words: self.job.feed(ev.StopRequested(0, 1, words.pop("reason"))),
@@ -156,6 +157,7 @@ class Scenario:
         return self.job.attach(
             words.pop("agent"),
             job_rules=rules,
+            cold=words.pop("cold", "") == "1",
             nproc=int(words.pop("nproc", 1)),
             host=words.pop("host", ""),
             round=int(words.pop("round", 0)),

@@ -67,6 +67,8 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     ),
     m.WorkersStarted(round=3, store_port=29501, how="zygote", took_s=0.06),
     m.StoreOffered(port=29502),
+    m.Warmed(),
+    m.Dropped(session="a1b2", seq=7),
     m.WorkersFailed(round=3, failures=(FAILURE,)),
     m.WorkersDone(round=3),
     m.Leave(reason="SIGTERM"),

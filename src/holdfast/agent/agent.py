@@ -74,6 +74,7 @@ class Agent:
         self._old_port: ReservedPort | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._errands: set[asyncio.Task[None]] = set()
+        self._last_step_ago_s, self._last_step_read_at = -1.0, 0.0
         self._unreported = 0
         self._all_reported = asyncio.Event()
         self._end: asyncio.Future[AgentEnd] = self._loop.create_future()
@@ -177,6 +178,8 @@ class Agent:
 
     async def _start(self, run: m.RunWorld) -> None:
         if self._group is not None:
+            self._last_step_ago_s = self._group.last_step_ago_s()
+            self._last_step_read_at = self._loop.time()
             self._group.close()
         # The old port stays ours until the next round: its store may still be in use.
         if self._old_port is not None:
@@ -189,6 +192,12 @@ class Agent:
         took_s = self._loop.time() - began
         self.feed(ev.StartFinished(run.round, started, how, took_s, problem))
         self._pulse.workers_started()
+
+    def _since_last_step(self) -> float:
+        """How long ago the last step of the round before finished here; -1 if none did."""
+        if self._last_step_ago_s < 0:
+            return -1.0
+        return self._last_step_ago_s + self._loop.time() - self._last_step_read_at
 
     def _worker_exited(self, exit: WorkerExit) -> None:
         message, trace, last_step_ago_s = "", "", -1.0
@@ -252,7 +261,9 @@ class Agent:
 
     def _report(self, body: m.WorkersStarted | m.WorkersFailed | m.WorkersDone | m.Leave) -> None:
         if isinstance(body, m.WorkersStarted):
-            body = replace(body, store_port=self._port.number)
+            body = replace(
+                body, store_port=self._port.number, last_step_ago_s=self._since_last_step()
+            )
         self._unreported += 1
         self._all_reported.clear()
 

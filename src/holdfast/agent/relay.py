@@ -42,7 +42,7 @@ class Relay:
 
         def answered(body: m.AnyMessage) -> None:
             pending.discard(number)
-            link.send(body, call)
+            link.answer(body, call)
 
         number = self._upstream.call(frame.body, answered, frame.session, frame.seq)
         pending.add(number)

@@ -206,6 +206,7 @@ class Spares:
             self._drop_all()
             return None
         spare.let_go()
+        self._wait_for_quiet()  # Another one takes its place.
         spare.child.on_exit = on_exit
         return (spare.child, spare.how) if spare.child.is_running else None
 
@@ -291,12 +292,11 @@ class Spares:
     def _spawn(self, env: dict[str, str]) -> Spare:
         spare = Spare(env, how="one-shot" if self._once else "zygote")
         with spare.its_end as end:
-            settings = Settings(agent_pid=os.getpid(), socket=end.fileno(), once=self._once)
-            # The last word only makes room for the command line of the worker it may become.
-            room = " " * _COMMAND_LINE_BYTES
-            argv = [sys.executable, "-u", PROGRAM, "spare", json.dumps(settings._asdict()), room]
             spare.child = self._brood.start(
-                argv, env, lambda status: self._died(spare, status), inherit=[end.fileno()]
+                _command(end.fileno(), once=self._once),
+                env,
+                lambda status: self._died(spare, status),
+                inherit=[end.fileno()],
             )
         return spare
 
@@ -383,6 +383,13 @@ def _once(say: Callable[[str], None]) -> Callable[[str], None]:
             say(sentence)
 
     return say_if_new
+
+
+def _command(socket: int, *, once: bool) -> list[str]:
+    settings = Settings(agent_pid=os.getpid(), socket=socket, once=once)
+    # The last word only makes room for the command line of the worker it may become.
+    room = " " * _COMMAND_LINE_BYTES
+    return [sys.executable, "-u", PROGRAM, "spare", json.dumps(settings._asdict()), room]
 
 
 def _package(module: str) -> str:

@@ -4,6 +4,7 @@
 import argparse
 import asyncio
 import math
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from holdfast.cli.agent_side import last_words
+from holdfast.cli.console import Console
 from holdfast.cli.run_options import check_job_name, parse_address
 from holdfast.master.process import MasterSettings, run_master
 from holdfast.model.errors import UsageError
@@ -98,11 +101,12 @@ def _run(arguments: argparse.Namespace) -> int:
         if not arguments.launch and arguments.lifeline < 0:
             print(f"holdfast master listening on {address}", flush=True)
 
-    def make_platform(_address: str, _token_file: Path) -> Platform:
+    def make_platform() -> Platform:
         command = [sys.executable, "-m", "holdfast.cli", "node", str(arguments.launch)]
         folder = arguments.state / "nodes"
         return LocalPlatform(command, environment(), folder, lifeline=arguments.lifeline)
 
+    _allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         end = runner.run(
             run_master(
@@ -113,6 +117,9 @@ def _run(arguments: argparse.Namespace) -> int:
                 lifeline=arguments.lifeline,
             )
         )
+    if arguments.launch:
+        # The launcher shows what we print, but has no agent that would tell it the cause.
+        last_words(end, Console())
     return 0 if end.ok else 1
 
 
@@ -128,6 +135,12 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name} must be a number of seconds above 0, not {seconds:g}")
     if arguments.tls_key is not None and arguments.tls_cert is None:
         raise UsageError("--tls-key needs the certificate that it belongs to: give --tls-cert")
+
+
+def _allow_many_connections() -> None:
+    """Each agent is a connection: the usual limit of 1,024 files would stop the thousandth."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _spec(arguments: argparse.Namespace) -> JobSpec:

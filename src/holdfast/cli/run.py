@@ -78,9 +78,7 @@ async def _run(options: RunOptions, folder: Path, say: Say) -> AgentEnd:
     return end
 
 
-async def _run_alone(
-    options: RunOptions, folder: Path, console: Console, say: Say
-) -> AgentEnd:
+async def _run_alone(options: RunOptions, folder: Path, console: Console, say: Say) -> AgentEnd:
     """One node: the agent lives in this process, the master in a child of it."""
     async with _master(options, folder, [], console, say) as (master, ended):
         own = replace(options, master=master.address, token_file=master.token_file)
@@ -138,9 +136,7 @@ async def _master(
     state = options.state_dir or folder / "state"
     assert options.job is not None
     lease = ("--lease", str(options.lease_s))
-    master = EmbeddedMaster(
-        ["--job", options.job, *lease, *arguments], state, console, say
-    )
+    master = EmbeddedMaster(["--job", options.job, *lease, *arguments], state, console, say)
     if launch is not None:
         node = replace(
             options,

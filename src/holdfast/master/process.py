@@ -4,6 +4,7 @@
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,19 +55,18 @@ async def run_master(
     *,
     say: Say,
     announce: Callable[[str], None],
-    make_platform: Callable[[str, Path], Platform] | None = None,
+    make_platform: Callable[[], Platform] | None = None,
     lifeline: int = -1,
     open_journal: Callable[[MasterSettings], Journal] = _open_journal,
 ) -> m.JobEnded:
     """Serve the job until it ends. Raises StateError or UsageError if it cannot.
 
-    `make_platform` gets the master's address and the token file. When `lifeline` reaches
-    end-of-file, whoever started this master is gone, and it stops.
+    When `lifeline` reaches end-of-file, whoever started this master is gone, and it stops.
     """
     settings.spec.validate()
-    tls.require_tls(
-        settings.listen, has_tls=settings.tls_cert is not None, insecure=settings.insecure
-    )
+    for address in filter(None, (settings.listen, settings.http)):
+        has_tls = settings.tls_cert is not None
+        tls.require_tls(address, has_tls=has_tls, insecure=settings.insecure)
     journal = open_journal(settings)
     try:
         return await _serve(settings, journal, say, announce, make_platform, lifeline)
@@ -79,17 +79,48 @@ async def _serve(
     journal: Journal,
     say: Say,
     announce: Callable[[str], None],
-    make_platform: Callable[[str, Path], Platform] | None,
+    make_platform: Callable[[], Platform] | None,
     lifeline: int,
 ) -> m.JobEnded:
     token_file = settings.token_file or settings.state / "token"
     token = make_token(token_file)
+    service, driver, fatal = _build(settings, journal, say)
+    secured = tls.server_tls(settings.tls_cert, settings.tls_key)
+    async with AsyncExitStack() as open_things:
+        open_things.callback(driver.stop)
+        server = await listen(settings.listen, service, token, tls=secured)
+        open_things.push_async_callback(server.close)
+        http_address = ""
+        if settings.http:
+            http = await HttpServer.start(settings.http, service.view, token, tls=secured)
+            open_things.push_async_callback(http.close)
+            http_address = http.address
+        if make_platform is not None:
+            platform = make_platform()
+            open_things.push_async_callback(platform.close)
+            service.use_platform(platform)
+            watch = asyncio.create_task(_watch(platform, driver))
+            open_things.callback(watch.cancel)
+        note = notes.write(settings, server.address, http_address, token_file)
+        open_things.callback(note.unlink, missing_ok=True)
+        driver.feed(ev.MasterStarted())
+        _stop_on_signals(driver, lifeline)
+        announce(server.address)
+        ends = (service.finished, fatal)
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await driver.drain()
+        return done.pop().result()
+
+
+def _build(
+    settings: MasterSettings, journal: Journal, say: Say
+) -> tuple[Service, Driver, asyncio.Future[m.JobEnded]]:
+    """The core as the journal left it, its driver, and a future for what must never happen."""
     entries = journal.load()
     job_core = flow.build(settings.spec, settings.job)
     _replay(job_core, entries)
     clock = JobClock(entries, wall_clock())
-    loop = asyncio.get_running_loop()
-    fatal: asyncio.Future[m.JobEnded] = loop.create_future()
+    fatal: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
 
     def failed(exc: Exception) -> None:
         if not fatal.done():
@@ -107,34 +138,7 @@ async def _serve(
         failed=failed,
     )
     service.connect_core(driver.feed)
-    server_tls = tls.server_tls(settings.tls_cert, settings.tls_key)
-    server = await listen(settings.listen, service, token, tls=server_tls)
-    http = await HttpServer.start(settings.http, service.view, token) if settings.http else None
-    platform = make_platform(server.address, token_file) if make_platform else None
-    note = notes.write(settings, server.address, http.address if http else "", token_file)
-    watch = None
-    try:
-        if platform is not None:
-            watch = loop.create_task(_watch(platform, driver))
-            service.use_platform(platform)
-        driver.feed(ev.MasterStarted())
-        _stop_on_signals(driver, lifeline)
-        announce(server.address)
-        done, _ = await asyncio.wait(
-            (service.finished, fatal), return_when=asyncio.FIRST_COMPLETED
-        )
-        await driver.drain()
-        return done.pop().result()
-    finally:
-        driver.stop()
-        if watch is not None:
-            watch.cancel()
-        if platform is not None:
-            await platform.close()
-        if http is not None:
-            await http.close()
-        await server.close()
-        note.unlink(missing_ok=True)
+    return service, driver, fatal
 
 
 def _replay(job_core: flow.JobCore, entries: list[Entry]) -> None:

@@ -90,9 +90,7 @@ class Service:
             node_id = self._node_of.get(link.number, NOBODY)
             request = cast(m.KvCall, body)
             self._feed(
-                ev.KvRequested(
-                    node_id, link.number, frame.call, frame.session, frame.seq, request
-                )
+                ev.KvRequested(node_id, link.number, frame.call, frame.session, frame.seq, request)
             )
         elif isinstance(body, m.Dropped):
             self._feed(ev.RequestDropped(body.session, body.seq))
@@ -172,7 +170,7 @@ class Service:
             case cmd.Reply():
                 link = self._links.get(command.link)
                 if link is not None:
-                    link.send(command.body, command.call)
+                    link.answer(command.body, command.call)
             case cmd.Bind():
                 self._bind(command)
             case cmd.Drop():

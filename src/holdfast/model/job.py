@@ -80,8 +80,6 @@ class JobSpec:
                 "no world could ever form"
             )
         if self.silence_s <= self.beat_s:
-            raise UsageError(
-                f"silence_s {self.silence_s} must be longer than beat_s {self.beat_s}"
-            )
+            raise UsageError(f"silence_s {self.silence_s} must be longer than beat_s {self.beat_s}")
         if self.lease_s < self.silence_s:
             raise UsageError(f"lease_s {self.lease_s} is below silence_s {self.silence_s}")

@@ -6,7 +6,9 @@ and with a default, so that a newer peer is understood by an older one; golden b
 hold every message to that.
 """
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 VERSION = 1
 """Raised when an older peer could no longer understand us."""
@@ -129,6 +131,8 @@ class WorkersStarted(Message, frozen=True):
     how: str
     """"cold", "zygote" or "one-shot"."""
     took_s: float
+    last_step_ago_s: float = -1.0
+    """How long ago the last step of the round before finished here; -1 if none did."""
 
 
 class StoreOffered(Message, frozen=True):
@@ -191,7 +195,7 @@ class Beat(Message, frozen=True):
     """
 
     round: int
-    steps: int
+    steps: Annotated[int, Meta(ge=0, le=2**53)]
     """Optimizer steps finished by this node's workers in the round (the least of them)."""
     step: int
     """The step number the script reported, -1 if it does not."""

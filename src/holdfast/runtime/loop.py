@@ -73,6 +73,7 @@ class Driver:
         self._observe(event, now)
         try:
             outcome = self._core.handle(event, now)
+            entries = self._entries_of(outcome, now)
         except Exception as exc:
             # A broken invariant: the state in memory cannot be trusted, the journal can. Stop here;
             # whoever restarts the master gets the last good state back.
@@ -81,7 +82,7 @@ class Driver:
             raise
         for fact in outcome.facts:
             self._observe(fact, now)
-        self._accept(outcome, now)
+        self._accept(entries, outcome.commands)
         self._arm(now)
 
     async def drain(self) -> None:
@@ -95,15 +96,19 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _accept(self, outcome: Outcome, now: float) -> None:
-        if outcome.records:
-            wall_s = self._wall()
-            self._entries += [Entry(now, wall_s, self._encode(r)) for r in outcome.records]
+    def _entries_of(self, outcome: Outcome, now: float) -> list[Entry]:
+        if not outcome.records:
+            return []
+        wall_s = self._wall()
+        return [Entry(now, wall_s, self._encode(record)) for record in outcome.records]
+
+    def _accept(self, entries: list[Entry], commands: list[Command]) -> None:
+        self._entries += entries
         if not self._entries and self._writer is None:
-            for command in outcome.commands:
+            for command in commands:
                 self._execute(command)
             return
-        self._commands += outcome.commands
+        self._commands += commands
         if self._writer is None:
             self._writer = self._loop.create_task(self._write())
 
@@ -124,6 +129,11 @@ class Driver:
             # Nothing that was not durable has left; what happens next is for others to decide.
             self.stop()
             self._failed(exc)
+        except Exception as exc:
+            # Commands were lost that somebody may wait for: as above, the journal has the truth.
+            self.stop()
+            self._failed(exc)
+            raise
         finally:
             self._writer = None
 

@@ -115,6 +115,13 @@ class Link(asyncio.Protocol):
                 self._loop.call_soon(self._flush)
             self._unsent.append(codec.encode(body, call, session, seq))
 
+    def answer(self, body: m.AnyMessage, call: int) -> None:
+        """Queue the answer to a request; one that no frame can hold becomes a refusal."""
+        try:
+            self.send(body, call)
+        except ProtocolError as exc:
+            self.send(m.Refused("rejected", str(exc)), call)
+
     def close(self) -> None:
         """Close once everything queued is sent."""
         if self._transport is not None:
@@ -127,7 +134,7 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     def _flush(self) -> None:
-        if self._unsent and self._transport is not None:
+        if self._unsent and self._transport is not None and not self._transport.is_closing():
             data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
             self._unsent.clear()
             self._transport.write(data)

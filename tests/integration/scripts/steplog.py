@@ -82,10 +82,10 @@ def save(step: int) -> None:
 
 
 def fault(place: str) -> None:
-    """Fail here, if it is the turn of this rank and place in $FAULTS, e.g. "kill step 1;exit step 0".
+    """Fail here, if $FAULTS says that it is the turn of this place and rank.
 
-    Each word group says how, where and which rank; each happens once, in this order, and only one
-    in each round.
+    "kill step 1;exit import 0" says how, where and which rank: each happens once, in this order,
+    and only one in each round.
     """
     faults = [text.split() for text in os.environ.get("FAULTS", "").split(";") if text]
     done = len(list(FOLDER.glob("fault-*")))

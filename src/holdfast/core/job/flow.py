@@ -54,7 +54,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.NodeAbsent, liveness, rendezvous, sync)
     core.route(ev.LeaveRequested, nodes)
     core.route(ev.BeatReceived, liveness, progress)
-    core.route(ev.StartReported, rendezvous)
+    core.route(ev.StartReported, progress, rendezvous)
     core.route(ev.StoreOffered, rendezvous)
     core.route(ev.NodeWarmed, rendezvous)
     core.route(ev.FailureReported, rendezvous)

@@ -10,7 +10,6 @@ from holdfast.model.ids import Incarnation, NodeId, NodeRank
 from holdfast.model.node import ExitReason, Phase
 from holdfast.protocol import messages as m
 
-
 _NEVER_MET = Incarnation(0)
 
 

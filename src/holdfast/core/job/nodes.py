@@ -19,6 +19,9 @@ from holdfast.model.node import ExitReason, Phase
 from holdfast.model.world import Member
 from holdfast.protocol import messages as m
 
+NPROC_MAX = 2**20
+"""More is a mistake; and the sum over all nodes must fit into the 64 bits of a frame."""
+
 
 class Nodes:
     """The node table."""
@@ -128,25 +131,11 @@ class Nodes:
         """Why this agent cannot be let in; None if it can."""
         if self._table.rules is not None and attach.rules != self._table.rules:
             return m.Refused("usage", _differing(self._table.rules, attach.rules))
-        impossible = _impossible(attach)
-        if impossible:
+        if not 1 <= attach.nproc <= NPROC_MAX:
+            return m.Refused("usage", f"a node has 1 to {NPROC_MAX} workers, not {attach.nproc}")
+        if self._table.rules is None and (impossible := _impossible(attach.rules)):
             return m.Refused("usage", impossible)
-        known = self._table.by_key.get(attach.agent_key)
-        if known is None and attach.incarnation > 0:
-            return m.Refused("fenced", "a newer agent has taken this node's place")
-        if known is not None and self._table.nodes[known].phase.is_final:
-            node = self._table.nodes[known]
-            successor = self._table.live_by_rank.get(node.node_rank)
-            if self._spec.managed or (successor is not None and attach.node_rank >= 0):
-                return m.Refused(
-                    "fenced", f"a newer agent has taken the place of node rank {node.node_rank}"
-                )
-            return m.Refused("stale", "the master had given this node up: it may join anew")
-        if known is None and attach.node_id >= 0:
-            ordered = self._table.nodes.get(NodeId(attach.node_id))
-            if ordered is None or ordered.phase.is_final:
-                return m.Refused("fenced", f"node id {attach.node_id} is no longer wanted")
-        return None
+        return _fenced(attach, self._table, managed=self._spec.managed)
 
     def _admit(self, outcome: Outcome, attach: m.Attach) -> NodeState:
         """Give a new agent process its identity, and fence whoever had its rank."""
@@ -297,11 +286,8 @@ def _differing(ours: m.JobRules, theirs: m.JobRules) -> str:
     return f"this node was started with other rules than its job: {differences}"
 
 
-def _impossible(attach: m.Attach) -> str:
+def _impossible(rules: m.JobRules) -> str:
     """Why no world could ever form by these rules; empty if one could."""
-    rules = attach.rules
-    if attach.nproc < 1:
-        return f"a node needs at least 1 worker, not {attach.nproc}"
     try:
         JobSpec(
             min_nodes=rules.min_nodes, max_nodes=rules.max_nodes, node_unit=rules.node_unit
@@ -315,6 +301,26 @@ def _impossible(attach: m.Attach) -> str:
             f"{rules.min_nodes} and max nodes {rules.max_nodes}: no world could ever form"
         )
     return ""
+
+
+def _fenced(attach: m.Attach, table: NodeTable, *, managed: bool) -> m.Refused | None:
+    """Whether the job has gone on without this agent; None if it may come in."""
+    known = table.by_key.get(attach.agent_key)
+    if known is None and attach.incarnation > 0:
+        return m.Refused("fenced", "a newer agent has taken this node's place")
+    if known is not None and table.nodes[known].phase.is_final:
+        node = table.nodes[known]
+        successor = table.live_by_rank.get(node.node_rank)
+        if managed or (successor is not None and attach.node_rank >= 0):
+            return m.Refused(
+                "fenced", f"a newer agent has taken the place of node rank {node.node_rank}"
+            )
+        return m.Refused("stale", "the master had given this node up: it may join anew")
+    if known is None and attach.node_id >= 0:
+        ordered = table.nodes.get(NodeId(attach.node_id))
+        if ordered is None or ordered.phase.is_final:
+            return m.Refused("fenced", f"node id {attach.node_id} is no longer wanted")
+    return None
 
 
 def _farewell(end: ev.JobFinished) -> m.JobEnded:

@@ -59,6 +59,8 @@ class Progress:
                 return self._broken(event, now)
             case ev.WorldFormed():
                 return self._formed(event, now)
+            case ev.StartReported():
+                return self._exact_detect(event.report.last_step_ago_s, now)
             case ev.WorldStarted() if self._use is Use.RESTART:
                 return self._enter(Use.RESTORE, now)
             case ev.JobOpened() if self._until is None:
@@ -109,22 +111,35 @@ class Progress:
     def _broken(self, event: ev.WorldBroken, now: float) -> Outcome:
         outcome = Outcome()
         detect_s = self._stop_productive(outcome, now, event.last_step_ago_s)
-        self._note(outcome, event.round, now, event.reason, event.node_rank, detect_s)
+        note = rec.IncidentNoted(
+            self._next_incident(),
+            event.round,
+            now,
+            event.reason,
+            event.node_rank,
+            detect_s,
+            estimated=event.last_step_ago_s < 0,
+        )
+        commit(self, outcome, note)
         commit(self, outcome, rec.StageEntered(Use.RENDEZVOUS, self._round))
         return outcome
 
-    def _note(
-        self,
-        outcome: Outcome,
-        round_number: int,
-        now: float,
-        reason: str,
-        node_rank: int,
-        detect_s: float,
-    ) -> None:
-        number = max(self._incidents, default=0) + 1
-        note = rec.IncidentNoted(number, round_number, now, reason, node_rank, detect_s)
-        commit(self, outcome, note)
+    def _next_incident(self) -> int:
+        return max(self._incidents, default=0) + 1
+
+    def _exact_detect(self, last_step_ago_s: float, now: float) -> Outcome:
+        """A lost node cannot say when it stepped last, but those who stepped with it can."""
+        note = self._incidents.get(max(self._incidents, default=0))
+        if note is None or not note.estimated or last_step_ago_s < 0:
+            return NOTHING
+        detect_s = min(max(note.at_s - (now - last_step_ago_s), 0.0), note.detect_s)
+        outcome = Outcome()
+        assert self._until is not None
+        excess_s = note.detect_s - detect_s
+        commit(self, outcome, rec.TimeSpent(Use.DETECT, -excess_s, self._until))
+        commit(self, outcome, rec.TimeSpent(Use.PRODUCTIVE, excess_s, self._until))
+        commit(self, outcome, replace(note, detect_s=detect_s, estimated=False))
+        return outcome
 
     def _stop_productive(self, outcome: Outcome, now: float, last_step_ago_s: float) -> float:
         """Split the time until now into productive and detect; the latter is returned."""
@@ -143,7 +158,9 @@ class Progress:
         if event.planned:
             # Its workers were well until now: nothing had to be detected.
             self._settle(outcome, now, self._counted_as())
-            self._note(outcome, self._round, now, event.reason, -1, 0.0)
+            number = self._next_incident()
+            note = rec.IncidentNoted(number, self._round, now, event.reason, -1, 0.0)
+            commit(self, outcome, note)
             commit(self, outcome, rec.StageEntered(Use.RENDEZVOUS, self._round))
         heard, price_s = self._heard, self._step_price_s
         if heard.steps > 1 and heard.first_step_at >= 0:
@@ -241,13 +258,8 @@ def _with_stage(note: rec.IncidentNoted, use: Use, took_s: float) -> rec.Inciden
     if use not in stages or stages[use] >= 0:
         return note
     stages[use] = took_s
-    return rec.IncidentNoted(
-        number=note.number,
-        round=note.round,
-        at_s=note.at_s,
-        reason=note.reason,
-        node_rank=note.node_rank,
-        detect_s=note.detect_s,
+    return replace(
+        note,
         rendezvous_s=stages[Use.RENDEZVOUS],
         restart_s=stages[Use.RESTART],
         restore_s=stages[Use.RESTORE],

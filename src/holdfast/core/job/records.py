@@ -187,6 +187,8 @@ class IncidentNoted(Record, frozen=True):
     rendezvous_s: float = -1.0
     restart_s: float = -1.0
     restore_s: float = -1.0
+    estimated: bool = False
+    """True while the last step before the incident is only known from a beat."""
 
 
 AnyRecord = (

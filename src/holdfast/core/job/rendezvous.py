@@ -166,20 +166,7 @@ class Rendezvous:
             if len(self._state.done) == len(self._state.index):
                 outcome.facts.append(ev.WorldDone(self._state.round))
         elif isinstance(event, ev.FailureReported) and current and not self._state.broken:
-            assert self._state.world is not None
-            first = event.report.failures[0]
-            member = self._state.world.members[self._state.index[event.node_id]]
-            message = f"rank {first.rank} on node rank {member.node_rank} {first.message}"
-            outcome.facts.append(
-                ev.WorldHurt(
-                    self._state.round,
-                    _known_reason(first.reason),
-                    message,
-                    member.node_rank,
-                    first,
-                    first.last_step_ago_s,
-                )
-            )
+            outcome.facts.append(_hurt_by(event, self._state))
         outcome.commands.append(Reply(event.link, event.call, m.Done()))
         return outcome
 
@@ -297,6 +284,20 @@ class Rendezvous:
                 if member.node_id not in self._state.index
             ),
         }
+
+
+def _hurt_by(event: ev.FailureReported, state: WorldState) -> ev.WorldHurt:
+    assert state.world is not None
+    first = event.report.failures[0]
+    member = state.world.members[state.index[event.node_id]]
+    return ev.WorldHurt(
+        state.round,
+        _known_reason(first.reason),
+        f"rank {first.rank} on node rank {member.node_rank} {first.message}",
+        member.node_rank,
+        first,
+        first.last_step_ago_s,
+    )
 
 
 def _known_reason(word: str) -> ExitReason:

@@ -24,6 +24,9 @@ INT_LIMIT = 1 << 63
 """Sums are kept within the signed 64 bits that other stores have."""
 
 
+_Change = m.KvSet | m.KvMultiSet | m.KvAdd | m.KvAppend | m.KvCompareSet
+
+
 class Sync:
     """The key-value store, its queues and its barriers."""
 
@@ -100,44 +103,13 @@ class Sync:
         return outcome
 
     def _change(
-        self,
-        outcome: Outcome,
-        event: ev.KvRequested,
-        body: m.KvSet | m.KvMultiSet | m.KvAdd | m.KvAppend | m.KvCompareSet,
-        scope: ScopeState,
+        self, outcome: Outcome, event: ev.KvRequested, body: _Change, scope: ScopeState
     ) -> None:
         """Requests that give keys new values."""
-        answer: m.Answer = m.Done()
-        keys: tuple[str, ...]
-        values: tuple[bytes, ...]
-        match body:
-            case m.KvSet():
-                keys, values = (body.key,), (body.value,)
-            case m.KvMultiSet():
-                keys, values = body.keys, body.values
-                if len(keys) != len(values):
-                    refusal = f"{len(keys)} keys came with {len(values)} values"
-                    return _answer(outcome, event, m.Refused("rejected", refusal))
-            case m.KvAppend():
-                keys, values = (body.key,), (scope.values.get(body.key, b"") + body.value,)
-            case m.KvAdd():
-                current = _integer(scope.values.get(body.key, b"0"))
-                if current is None:
-                    refusal = f"the value of {body.key!r} is not a number"
-                    return _answer(outcome, event, m.Refused("rejected", refusal))
-                answer = m.Number(current + body.amount)
-                if not -INT_LIMIT <= answer.number < INT_LIMIT:
-                    refusal = f"the sum in {body.key!r} would not fit into 64 bits"
-                    return _answer(outcome, event, m.Refused("rejected", refusal))
-                keys, values = (body.key,), (str(answer.number).encode(),)
-            case m.KvCompareSet():
-                current_value = scope.values.get(body.key)
-                if current_value is None and body.expected:
-                    return _answer(outcome, event, m.Value(body.expected))
-                if current_value is not None and current_value != body.expected:
-                    return _answer(outcome, event, m.Value(current_value))
-                answer = m.Value(body.desired)
-                keys, values = (body.key,), (body.desired,)
+        change = _new_values(body, scope)
+        if isinstance(change, m.Refused | m.Value):
+            return _answer(outcome, event, change)
+        keys, values, answer = change
         record = rec.KvChanged(body.scope, keys, values, event.session, event.seq, answer)
         commit(self, outcome, record)
         _answer(outcome, event, answer)
@@ -319,6 +291,37 @@ class Sync:
 
 def _answer(outcome: Outcome, event: ev.KvRequested, answer: m.Answer) -> None:
     outcome.commands.append(Reply(event.link, event.call, answer))
+
+
+def _new_values(
+    body: _Change, scope: ScopeState
+) -> tuple[tuple[str, ...], tuple[bytes, ...], m.Answer] | m.Refused | m.Value:
+    """Which keys get which values, and the answer; or only the answer, if nothing changes."""
+    match body:
+        case m.KvSet():
+            return (body.key,), (body.value,), m.Done()
+        case m.KvMultiSet():
+            if len(body.keys) != len(body.values):
+                counts = f"{len(body.keys)} keys came with {len(body.values)} values"
+                return m.Refused("rejected", counts)
+            return body.keys, body.values, m.Done()
+        case m.KvAppend():
+            return (body.key,), (scope.values.get(body.key, b"") + body.value,), m.Done()
+        case m.KvAdd():
+            current = _integer(scope.values.get(body.key, b"0"))
+            if current is None:
+                return m.Refused("rejected", f"the value of {body.key!r} is not a number")
+            total = current + body.amount
+            if not -INT_LIMIT <= total < INT_LIMIT:
+                return m.Refused("rejected", f"the sum in {body.key!r} would not fit into 64 bits")
+            return (body.key,), (str(total).encode(),), m.Number(total)
+        case m.KvCompareSet():
+            present = scope.values.get(body.key)
+            if present is None and body.expected:
+                return m.Value(body.expected)
+            if present is not None and present != body.expected:
+                return m.Value(present)
+            return (body.key,), (body.desired,), m.Value(body.desired)
 
 
 def _queue_record(event: ev.KvRequested, value: bytes | None, answer: m.Answer) -> rec.QueueChanged:

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hostile peers at the doors of a live master and a live agent, while honest ones are served."""
+
+import contextlib
+import math
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, Self, get_args
+
+import msgspec
+import psutil
+import pytest
+
+from holdfast.client import AgentClient
+from holdfast.protocol import codec
+from holdfast.protocol import messages as m
+from holdfast.runtime.token import read_token
+from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Jobs, MasterCommand
+
+SCOPE = 1
+SEED = 20
+SILENT_PEERS = 200
+GROWTH_BYTES_MAX = 64 * 1024 * 1024
+LATENCY_S = 1.0
+
+
+class Peer:
+    """A connection on which anything can be said."""
+
+    def __init__(self, address: str) -> None:
+        if address.startswith("unix:"):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.connect(address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            self.socket = socket.create_connection((host, int(port)))
+        self.socket.settimeout(LIMIT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def shake_hands(self, token: bytes) -> None:
+        """Become an honest peer, so far."""
+        challenge = self.receive()
+        assert isinstance(challenge, m.Challenge)
+        nonce = bytes(codec.NONCE_BYTES)
+        proof = m.Proof(m.VERSION, nonce, codec.client_mac(token, challenge.nonce, nonce))
+        self.say(codec.encode(proof))
+        assert isinstance(self.receive(), m.Welcome)
+
+    def receive(self) -> m.AnyMessage:
+        (length,) = struct.unpack("<I", self._exactly(4))
+        return codec.decode(self._exactly(length)).body
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = self.socket.recv(count - len(data))
+            assert more, "the server hung up"
+            data += more
+        return data
+
+    def say(self, data: bytes) -> None:
+        """Send as much as the server takes; it may hang up at any byte."""
+        with contextlib.suppress(ConnectionError):
+            self.socket.sendall(data)
+
+    def is_hung_up_on(self) -> None:
+        """Wait until the server has closed the connection."""
+        with contextlib.suppress(ConnectionError):
+            while self.socket.recv(65536):
+                pass
+
+
+class Honest:
+    """Somebody who counts, through agent and master, all the time; and how long each count took."""
+
+    def __init__(self, address: str, token: bytes) -> None:
+        self._client = AgentClient(address, token, scope=SCOPE)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._count, daemon=True)
+        self.took_s: list[float] = []
+        self.sums: list[int] = []
+
+    def _count(self) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            request = m.KvAdd(SCOPE, "honest", 1)
+            self.sums.append(self._client.ask(request, m.Number, LIMIT_S).number)
+            self.took_s.append(time.monotonic() - began)
+            self._stop.wait(0.005)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(LIMIT_S)
+        self._client.close()
+
+    def was_served(self) -> None:
+        """Every request once, and (but for the few that the busy machine delayed) soon."""
+        assert self.sums == list(range(1, len(self.sums) + 1))
+        assert len(self.sums) > 3
+        late = sum(took_s > LATENCY_S for took_s in self.took_s)
+        assert late <= len(self.took_s) // 20, sorted(self.took_s)[-5:]
+
+
+class Target:
+    """A job of one idle worker: its master and its agent are shot at."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.jobs = jobs
+        self.master: MasterCommand = jobs.master("--http", "off")
+        self.agent: Command = jobs.node(self.master, "--no-spares", str(SCRIPTS / "idles.py"))
+        jobs.wait_for("main")
+        self.token = read_token(self.master.token_file)
+        socket_file = jobs.folder / "socket-0"
+        self.addresses = {"master": self.master.address, "agent": socket_file.read_text()}
+        self._before = self._memory()
+
+    def honest(self) -> Honest:
+        return Honest(self.addresses["agent"], self.token)
+
+    def peer(self, door: str) -> Peer:
+        return Peer(self.addresses[door])
+
+    def friend(self, door: str) -> Peer:
+        peer = self.peer(door)
+        peer.shake_hands(self.token)
+        return peer
+
+    def _memory(self) -> list[int]:
+        pids = (self.master.pid, self.agent.pid)
+        return [psutil.Process(pid).memory_info().rss for pid in pids]
+
+    def is_unharmed(self) -> None:
+        """Both serve on, neither grew nor complained, and the worker never noticed."""
+        for before, after in zip(self._before, self._memory(), strict=True):
+            assert after - before < GROWTH_BYTES_MAX
+        self.jobs.finish()
+        self.agent.succeeds()
+        self.master.succeeds()
+        assert len(self.jobs.events("main")) == 1
+        for command in (self.master, self.agent):
+            assert "Traceback" not in command.text, command.text
+            assert "exception" not in command.text.lower(), command.text
+
+
+@pytest.fixture
+def target(jobs: Jobs) -> Target:
+    return Target(jobs)
+
+
+def frame(payload: bytes) -> bytes:
+    return struct.pack("<I", len(payload)) + payload
+
+
+def noise(chance: random.Random) -> Iterator[bytes]:
+    """Things to say that mean nothing, and that a server must hang up on."""
+    for size in (4, 64, 5000):
+        yield b"\xff" * 4 + chance.randbytes(size)
+    yield struct.pack("<I", 2**31) + b"x" * 100
+    yield struct.pack("<I", codec.FRAME_BYTES_MAX + 1)
+    yield frame(b"")
+    yield frame(b"\xc1")
+    yield frame(b"\x91" * 900)
+    for _ in range(5):
+        yield frame(chance.randbytes(chance.randrange(1, 200)))
+    yield b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    yield b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(200)
+
+
+@pytest.mark.parametrize("door", ["master", "agent"])
+def test_noise_before_and_after_the_handshake(target: Target, door: str) -> None:
+    chance = random.Random(SEED)
+    with target.honest() as honest:
+        for data in noise(chance):
+            with target.peer(door) as peer:
+                peer.say(data)
+                peer.is_hung_up_on()
+            with target.friend(door) as friend:
+                friend.say(data)
+                friend.is_hung_up_on()
+        early: list[m.AnyMessage] = [m.Welcome(b"x" * 32), m.KvAdd(SCOPE, "honest", 1), m.Done()]
+        early += [m.Proof(m.VERSION, b"", b""), m.Proof(99, b"n" * 32, b"m" * 32)]
+        for body in early:
+            with target.peer(door) as peer:
+                peer.say(codec.encode(body, 1))
+                peer.is_hung_up_on()
+    honest.was_served()
+    target.is_unharmed()
+
+
+def test_peers_that_say_nothing_or_half_a_word(target: Target) -> None:
+    """They hold a place, and lose it when their time is up; friends may be slow."""
+    with contextlib.ExitStack() as crowd, target.honest() as honest:
+        peers = [
+            crowd.enter_context(target.peer(door))
+            for _ in range(SILENT_PEERS // 2)
+            for door in ("master", "agent")
+        ]
+        for number, peer in enumerate(peers):
+            peer.say(codec.encode(m.Proof(m.VERSION, b"n" * 32, b"m" * 32))[: number % 40])
+        slow = [crowd.enter_context(target.friend(door)) for door in ("master", "agent")]
+        half = codec.encode(m.KvAdd(SCOPE, "slow", 1), 7, "s", 1)
+        for friend in slow:
+            friend.say(half[:10])
+        for peer in peers:
+            peer.is_hung_up_on()
+        for number, friend in enumerate(slow, start=1):
+            friend.say(half[10:])
+            # One session: what the second asks is a repetition of what the first did.
+            assert friend.receive() == m.Number(1), number
+    honest.was_served()
+    target.is_unharmed()
+
+
+# ---- messages that are well formed and absurd ---------------------------------------------------
+
+INTS = (-(2**63), -1, 0, 1, 2, 2**31, 2**63 - 1, 2**64 - 1)
+FLOATS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 0.01, 1e300)
+TEXTS = ("", "honest", "\0", "key", "ü" * 500, "-1", "error", "killed")
+BYTES = (b"", b"1", b"not a number", b"\xff" * 100, b"9" * 30)
+
+
+def absurd(kind: Any, chance: random.Random) -> Any:
+    """A value of this type that only an enemy would send."""
+    choices: dict[Any, tuple[object, ...]] = {
+        int: INTS, float: FLOATS, str: TEXTS, bytes: BYTES, bool: (False, True), type(None): (None,)
+    }  # fmt: skip
+    if kind in choices:
+        return chance.choice(choices[kind])
+    if isinstance(kind, UnionType):
+        return absurd(chance.choice(get_args(kind)), chance)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = msgspec.structs.fields(kind)
+        return kind(*(absurd(field.type, chance) for field in fields))
+    inner = get_args(kind)
+    if inner[1:] == (...,):
+        return tuple(absurd(inner[0], chance) for _ in range(chance.randrange(4)))
+    return {absurd(inner[0], chance): absurd(inner[1], chance) for _ in range(2)}
+
+
+def sayable(body: m.AnyMessage) -> bytes:
+    """As bytes, with an absurd idempotency key."""
+    return codec.encode(body, 5, "enemy", 1)
+
+
+@pytest.mark.parametrize("door", ["master", "agent"])
+def test_absurd_messages(target: Target, door: str) -> None:
+    """Any answer is fine, also none; the server lives, and nobody else waits for it."""
+    chance = random.Random(SEED)
+    kinds = [kind for kind in get_args(m.AnyMessage) if kind is not m.StopJob]
+    with target.honest() as honest:
+        for _ in range(25):
+            with target.friend(door) as friend:
+                for kind in chance.sample(kinds, len(kinds)):
+                    body = absurd(kind, chance)
+                    if not _touches_honest(body):
+                        friend.say(sayable(body))
+        with target.friend(door) as friend:
+            friend.say(codec.encode(m.KvAdd(SCOPE, "n", 1), 9, "s", 1))
+            assert friend.receive() == m.Number(1)
+    honest.was_served()
+    target.is_unharmed()
+
+
+def _touches_honest(body: m.AnyMessage) -> bool:
+    """Whether it would change, rightfully, what the honest one counts in."""
+    key = getattr(body, "key", None)
+    keys = getattr(body, "keys", ())
+    return "honest" in (key, *keys) and getattr(body, "scope", None) == SCOPE
+
+
+# ---- answers that are too large or not read -----------------------------------------------------
+
+
+def test_an_answer_over_the_frame_limit(target: Target) -> None:
+    """Asked for more than a frame can hold: that one request fails, and nothing else."""
+    large = b"x" * (codec.FRAME_BYTES_MAX // 2)
+    keys = tuple(f"large{number}" for number in range(3))
+    client = AgentClient(f"tcp:{target.master.address}", target.token, scope=SCOPE)
+    with target.honest() as honest:
+        for key in keys:
+            client.ask(m.KvSet(SCOPE, key, large), m.Done, LIMIT_S)
+        with target.friend("master") as friend:
+            friend.say(codec.encode(m.KvGet(SCOPE, keys, LIMIT_S), 1))
+            _answered_or_hung_up_on(friend)
+        # Answers that leave only when a commit is done, together with those of others.
+        with target.friend("master") as friend:
+            push = codec.encode(m.KvAdd(SCOPE, "n", 1), 1, "s", 1)
+            friend.say(push + codec.encode(m.KvGet(SCOPE, keys, LIMIT_S), 2))
+            _answered_or_hung_up_on(friend)
+        for key in keys:
+            client.ask(m.KvDelete(SCOPE, key), m.Number, LIMIT_S)
+        client.close()
+    honest.was_served()
+
+
+def _answered_or_hung_up_on(peer: Peer) -> None:
+    with contextlib.suppress(ConnectionError, AssertionError):
+        answer = peer.receive()
+        while isinstance(answer, m.Number):
+            answer = peer.receive()
+        assert isinstance(answer, m.Refused)
+
+
+@pytest.mark.parametrize("door", ["master", "agent"])
+def test_a_peer_that_never_reads_is_cut_off(target: Target, door: str) -> None:
+    """What waits for it is limited, and the others are served meanwhile."""
+    size = 4 * 1024 * 1024
+    client = AgentClient(f"tcp:{target.master.address}", target.token, scope=SCOPE)
+    client.ask(m.KvSet(SCOPE, "large", b"x" * size), m.Done, LIMIT_S)
+    client.close()
+    with target.honest() as honest, target.friend(door) as friend:
+        ask = codec.encode(m.KvGet(SCOPE, ("large",), LIMIT_S), 1)
+        with pytest.raises(ConnectionError):
+            ask_for_ever(friend, ask)
+    honest.was_served()
+
+
+def ask_for_ever(peer: Peer, request: bytes) -> None:
+    """Until the connection is closed; fails by the time-out of the socket if it never is."""
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        peer.socket.sendall(request)
+        threading.Event().wait(0.02)
