@@ -51,7 +51,7 @@ def records_of(state: Path) -> list[AnyRecord]:
 
 
 class Forwarder:
-    """One address whose connections end at `target`, which may change: a service's name, so to say."""
+    """An address whose connections end at `target`, which may change, as behind a name."""
 
     def __init__(self, target: str) -> None:
         self.target = target

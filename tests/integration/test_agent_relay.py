@@ -114,10 +114,6 @@ def test_only_who_has_the_token_is_heard(node: Node) -> None:
     stranger = AgentClient(node.address, b"not the token of this job", scope=SCOPE)
     with pytest.raises(AuthError, match="wrong token"):
         stranger.call(m.KvAdd(SCOPE, "n", 1), LIMIT_S)
-    node.finish()
-
-
-def test_the_socket_is_private(node: Node) -> None:
     assert node.socket.parent.stat().st_mode & 0o077 == 0
     assert node.socket.stat().st_mode & 0o177 == 0
     node.finish()

@@ -75,6 +75,18 @@ class Spare:
         except TimeoutError as error:
             raise SpareGoneError(f"it did not answer within {timeout_s:g} s") from error
 
+    async def learn(self, lessons: "Lessons") -> None:
+        """Import what it does not know yet."""
+        while self.taught < len(lessons.names) or not self.is_ready:
+            # One by one once it is in service, so that a request to start a worker gets in between.
+            end = min(self.taught + (1 if self.is_ready else _FIRST_BATCH), len(lessons.names))
+            wanted = lessons.wanted(self.taught, end)
+            answer = await self.ask({"imports": wanted}, timeout_s=_IMPORT_TIMEOUT_S)
+            if answer["answer"] == "tainted":
+                raise TaintedError(**{k: answer[k] for k in ("module", "kind", "why")})
+            self.taught = end
+            self.is_ready = self.is_ready or end >= len(lessons.names)
+
     def let_go(self) -> None:
         """End the conversation; the process lives on as a worker."""
         if self._socket.fileno() < 0:
@@ -110,6 +122,26 @@ def _ignore(_status: Status) -> None:
     pass
 
 
+class Lessons:
+    """What the workers imported, in order, and what must not be preloaded."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.left_out: set[str] = set()
+        self._known: set[str] = set()
+
+    def add(self, names: Iterable[str]) -> bool:
+        """Whether any of them is new."""
+        new = [name for name in names if name not in self._known]
+        self._known.update(new)
+        self.names.extend(new)
+        return bool(new)
+
+    def wanted(self, start: int, end: int) -> list[str]:
+        """The names from `start` to `end` that are to be imported."""
+        return [n for n in self.names[start:end] if _package(n) not in self.left_out]
+
+
 class Spares:
     """Decides which spares to keep, and hands them out."""
 
@@ -127,9 +159,7 @@ class Spares:
         self._workers_wanted = workers_wanted
         self._say = _once(say)
         self._off = "" if enabled else "not wanted"
-        self._names: list[str] = []
-        self._known: set[str] = set()
-        self._left_out: set[str] = set()
+        self._lessons = Lessons()
         self._env: dict[str, str] | None = None
         self._zygote: Spare | None = None
         self._standby: list[Spare] = []
@@ -158,15 +188,12 @@ class Spares:
         return "warming" if self._all() else "none"
 
     def learn(self, names: Iterable[str]) -> None:
-        new = [name for name in names if name not in self._known]
-        if new:
-            self._known.update(new)
-            self._names.extend(new)
+        if self._lessons.add(names):
             self._wait_for_quiet()
 
     @property
     def learned(self) -> tuple[str, ...]:
-        return tuple(self._names)
+        return tuple(self._lessons.names)
 
     def preload(self, names: Iterable[str], env: Mapping[str, str]) -> None:
         """Take over what others have learned, and prepare at once."""
@@ -242,7 +269,7 @@ class Spares:
     def _wait_for_quiet(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if not self._off and self._names:
+        if not self._off and self._lessons.names:
             self._timer = self._loop.call_later(_QUIET_S, self._quiet)
 
     def _quiet(self) -> None:
@@ -321,21 +348,14 @@ class Spares:
         return spare
 
     async def _teach(self, spare: Spare) -> None:
-        while spare.taught < len(self._names) or not spare.is_ready:
-            # One by one once it is in service, so that a request to start a worker gets in between.
-            size = 1 if spare.is_ready else _FIRST_BATCH
-            batch = self._names[spare.taught : spare.taught + size]
-            wanted = [name for name in batch if _package(name) not in self._left_out]
-            try:
-                answer = await spare.ask({"imports": wanted}, timeout_s=_IMPORT_TIMEOUT_S)
-            except SpareGoneError as gone:
-                self._lost(spare, f"A warm spare cannot be prepared, {gone}.")
-                raise
-            if answer["answer"] == "tainted":
-                self._drop_all()
-                raise TaintedError(**{k: answer[k] for k in ("module", "kind", "why")})
-            spare.taught += len(batch)
-            spare.is_ready = spare.is_ready or spare.taught >= len(self._names)
+        try:
+            await spare.learn(self._lessons)
+        except SpareGoneError as gone:
+            self._lost(spare, f"A warm spare cannot be prepared, {gone}.")
+            raise
+        except TaintedError:
+            self._drop_all()
+            raise
 
     def _adapt_to(self, tainted: TaintedError) -> None:
         module = f"The module {tainted.module} cannot be preloaded for forking"
@@ -343,9 +363,9 @@ class Spares:
             self._once = True
             self._say(f"{module}, because {tainted.why}; one-shot spares are used instead.")
             return
-        self._left_out.add(_package(tainted.module))
+        self._lessons.left_out.add(_package(tainted.module))
         self._say(f"{module}, because {tainted.why}; each worker imports it itself.")
-        if len(self._left_out) > _LEFT_OUT_MAX:
+        if len(self._lessons.left_out) > _LEFT_OUT_MAX:
             self._turn_off("too many modules cannot be preloaded")
 
     def _died(self, spare: Spare, status: Status) -> None:

@@ -62,7 +62,8 @@ async def run_agent(
 def _settings(
     options: RunOptions, folder: Path, node: NodeSettings, console: Console
 ) -> AgentSettings:
-    assert options.master is not None and options.token_file is not None
+    assert options.master is not None
+    assert options.token_file is not None
     job = options.job or "job"
     socket = folder / "agent.sock"
     if len(str(socket)) > 100:

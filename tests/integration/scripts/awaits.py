@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0 counts and then waits for a key, which the others set when the test says so."""
 
-from holdfast.client import kv_add, kv_get, kv_set
 from steplog import RANK, is_to_finish, note, pause
+
+from holdfast.client import kv_add, kv_get, kv_set
 
 note("main")
 if RANK == 0:

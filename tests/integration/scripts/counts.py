@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks count together through the master; in round 1 one of them fails when all have counted."""
+"""Two ranks count together through the master; in round 1 one of them then fails."""
 
 import sys
 
-from holdfast.client import barrier, kv_add, kv_get
 from steplog import RANK, ROUND, note
+
+from holdfast.client import barrier, kv_add, kv_get
 
 note("main")
 for _ in range(2 if ROUND == 1 else 1):

@@ -132,7 +132,8 @@ class Nodes:
         if self._table.rules is not None and attach.rules != self._table.rules:
             return m.Refused("usage", _differing(self._table.rules, attach.rules))
         if not 1 <= attach.nproc <= NPROC_MAX:
-            return m.Refused("usage", f"a node has 1 to {NPROC_MAX} workers, not {attach.nproc}")
+            bound = "needs at least 1 worker" if attach.nproc < 1 else f"has at most {NPROC_MAX}"
+            return m.Refused("usage", f"a node {bound}, not {attach.nproc}")
         if self._table.rules is None and (impossible := _impossible(attach.rules)):
             return m.Refused("usage", impossible)
         return _fenced(attach, self._table, managed=self._spec.managed)

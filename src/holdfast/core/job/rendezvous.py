@@ -269,21 +269,10 @@ class Rendezvous:
         return self._state.snapshot()
 
     def view(self) -> dict[str, object]:
-        """The world as people see it."""
-        members = self._state.world.members if self._state.world is not None else ()
-        return {
-            "round": self._state.round,
-            "generation": self._state.generation,
-            "state": self._state.word,
-            "reason": self._state.broken or self._state.why or self._next_why,
-            "nodes": [member.node_rank for member in members],
-            "world_size": self._state.world.size if self._state.world is not None else 0,
-            "spares": sorted(
-                member.node_rank
-                for member in self._muster.ready.values()
-                if member.node_id not in self._state.index
-            ),
-        }
+        """The world as people see it, and who waits outside."""
+        ready = self._muster.ready.values()
+        spares = sorted(one.node_rank for one in ready if one.node_id not in self._state.index)
+        return {**self._state.view(), "spares": spares}
 
 
 def _hurt_by(event: ev.FailureReported, state: WorldState) -> ev.WorldHurt:

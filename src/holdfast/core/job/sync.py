@@ -84,7 +84,7 @@ class Sync:
             self._forget(earlier)
         match body:
             case m.KvGet() | m.KvWait():
-                self._wait_for_keys(outcome, event, body, scope, now)
+                self._wait_for_keys(outcome, event, now)
             case m.KvCheck():
                 found = all(key in scope.values for key in body.keys)
                 _answer(outcome, event, m.Number(int(found)))
@@ -125,24 +125,14 @@ class Sync:
             commit(self, outcome, record)
         _answer(outcome, event, answer)
 
-    def _wait_for_keys(
-        self,
-        outcome: Outcome,
-        event: ev.KvRequested,
-        body: m.KvGet | m.KvWait,
-        scope: ScopeState,
-        now: float,
-    ) -> None:
+    def _wait_for_keys(self, outcome: Outcome, event: ev.KvRequested, now: float) -> None:
+        body, scope = event.body, self._scopes.of(event.body.scope)
+        assert isinstance(body, m.KvGet | m.KvWait)
         missing = {key for key in body.keys if key not in scope.values}
-        if not missing:
-            _answer(outcome, event, self._found(body, scope))
-            return
-        self._waits.hold(event, missing, body.timeout_s, now)
-
-    def _found(self, body: m.KvGet | m.KvWait, scope: ScopeState) -> m.Answer:
-        if isinstance(body, m.KvGet):
-            return m.Values(tuple(scope.values[key] for key in body.keys))
-        return m.Done()
+        if missing:
+            self._waits.hold(event, missing, body.timeout_s, now)
+        else:
+            _answer(outcome, event, _found(body, scope))
 
     def _key_arrived(self, outcome: Outcome, scope_number: int, key: str) -> None:
         scope = self._scopes.of(scope_number)
@@ -154,7 +144,7 @@ class Sync:
                 self._waits.wait_again(number, gone)
             else:
                 self._waits.take(number)
-                _answer(outcome, request, self._found(request.body, scope))
+                _answer(outcome, request, _found(request.body, scope))
 
     # ---- queues ---------------------------------------------------------------------------------
 
@@ -220,21 +210,18 @@ class Sync:
         generation = scope.barriers.get(body.name, 0) + 1
         sessions = tuple((held.request.session, held.request.seq) for held in waiting)
         commit(self, outcome, rec.BarrierReleased(body.scope, body.name, generation, sessions))
-        for number in arrived.values():
-            held = self._waits.take(number)
-            if held is not None:
-                _answer(outcome, held.request, m.Number(generation))
+        for number, held in zip(list(arrived.values()), waiting, strict=True):
+            self._waits.take(number)
+            _answer(outcome, held.request, m.Number(generation))
         del self._arrived[body.scope, body.name]
 
     def _recheck_barriers(self) -> Outcome:
         """A lost node is no longer waited for."""
         outcome = Outcome()
-        for arrived in list(self._arrived.values()):
-            for number in arrived.values():
-                body = self._waits[number].request.body
-                assert isinstance(body, m.Barrier)
-                self._release_if_full(outcome, body)
-                break
+        for arrived in [arrived for arrived in self._arrived.values() if arrived]:
+            body = self._waits[next(iter(arrived.values()))].request.body
+            assert isinstance(body, m.Barrier)
+            self._release_if_full(outcome, body)
         return outcome
 
     # ---- ends of waits --------------------------------------------------------------------------
@@ -291,6 +278,12 @@ class Sync:
 
 def _answer(outcome: Outcome, event: ev.KvRequested, answer: m.Answer) -> None:
     outcome.commands.append(Reply(event.link, event.call, answer))
+
+
+def _found(body: m.KvGet | m.KvWait, scope: ScopeState) -> m.Answer:
+    if isinstance(body, m.KvGet):
+        return m.Values(tuple(scope.values[key] for key in body.keys))
+    return m.Done()
 
 
 def _new_values(

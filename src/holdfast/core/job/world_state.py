@@ -92,6 +92,18 @@ class WorldState:
                 yield rec.NodeDone(node_id, self.round)
         yield rec.GenerationSet(self.generation)
 
+    def view(self) -> dict[str, object]:
+        """The world as people see it."""
+        members = self.world.members if self.world is not None else ()
+        return {
+            "round": self.round,
+            "generation": self.generation,
+            "state": self.word,
+            "reason": self.broken or self.why or "the job starts",
+            "nodes": [member.node_rank for member in members],
+            "world_size": self.size,
+        }
+
     @property
     def word(self) -> str:
         """The state of the world as people call it."""
