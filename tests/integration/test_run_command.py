@@ -232,6 +232,18 @@ def test_two_jobs_run_on_one_machine(jobs: Jobs) -> None:
         beside.expect_nothing_left()
 
 
+def test_a_master_that_cannot_serve_ends_the_command(jobs: Jobs) -> None:
+    options = ("--job", "mine", "--state", str(jobs.folder / "state"), "--grace", "0")
+    first = jobs.run(*options, STEPS)
+    jobs.wait_world(1)
+    second = jobs.run(*options, STEPS)
+    assert second.wait() == 1
+    assert "is in use by another master" in second.err[0]
+    assert "Traceback" not in second.text
+    jobs.finish()
+    first.succeeds()
+
+
 # ---- torchrun's contract ------------------------------------------------------------------------
 
 

@@ -110,9 +110,10 @@ class Service:
     """A process of the agent's own. It is no worker: `stop` and `kill_now` leave it alone."""
 
     def __init__(self, child: Child, line: ImportLine) -> None:
+        self.on_exit: Callable[[], None] = lambda: None
         self._child = child
         self._line = line
-        child.on_exit = lambda _status: line.close()
+        child.on_exit = self._ended
 
     @property
     def is_running(self) -> bool:
@@ -120,6 +121,10 @@ class Service:
 
     def end(self) -> None:
         self._child.signal_group(signal.SIGKILL)
+
+    def _ended(self, _status: Status) -> None:
+        self._line.close()
+        self.on_exit()
 
 
 class Processes:

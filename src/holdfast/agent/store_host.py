@@ -78,10 +78,17 @@ class StoreHost:
         finally:
             self._loop.remove_reader(read_end)
         self._fresh = service
+        service.on_exit = lambda: self._ended(service)
         self._offer(self._port)
 
+    def _ended(self, service: Service) -> None:
+        """A server that died by itself must not be offered any longer."""
+        if service is self._fresh:
+            self._fresh = None
+            self._offer(0)
+
     def close(self) -> None:
-        for service in (self._used, self._fresh):
-            if service is not None:
-                service.end()
+        services = (self._used, self._fresh)
         self._used = self._fresh = None
+        for service in filter(None, services):
+            service.end()

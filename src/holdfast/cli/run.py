@@ -91,7 +91,8 @@ async def _run_alone(options: RunOptions, folder: Path, console: Console, say: S
             await asyncio.wait((agent,), timeout=options.grace_s + 10)
             if not agent.done():
                 agent.cancel()
-                ended.result()
+                await asyncio.gather(agent, return_exceptions=True)
+                return AgentEnd(ended.result() or 1, "the master ended, see above", None)
         return await agent
 
 

@@ -11,7 +11,7 @@ from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job.flow import JobCore
 from holdfast.core.kernel import Command, Event
-from holdfast.master.stories import tell
+from holdfast.master.stories import describe_progress, tell
 from holdfast.model.ids import NodeId
 from holdfast.ports.platform import Order, Platform
 from holdfast.protocol import messages as m
@@ -21,6 +21,9 @@ from holdfast.runtime.transport import Link
 
 NOBODY = NodeId(-1)
 """The node of a link that is no agent's: an observer, or a tool."""
+
+PROGRESS_S = 1.0
+"""How often those who follow the job hear of its progress, at most."""
 
 FAREWELL_S = 15.0
 """How long a finished master waits for its agents to hang up."""
@@ -55,6 +58,7 @@ class Service:
         #: Nodes that are in the job, attached or not: at its end each of them must be told.
         self._in_job: set[NodeId] = set()
         self._is_finishing = False
+        self._progress_told_at = -PROGRESS_S
         self._all_told = asyncio.Event()
 
     def connect_core(self, feed: Callable[[Event], None]) -> None:
@@ -86,6 +90,8 @@ class Service:
             if node_id is not None:
                 self._feed(ev.BeatReceived(node_id, body))
                 link.send(_DONE, frame.call)
+                if self._followers:
+                    self._tell_progress()
         elif type(body) in FROM_WORKERS:
             node_id = self._node_of.get(link.number, NOBODY)
             request = cast(m.KvCall, body)
@@ -141,6 +147,16 @@ class Service:
             self._followers[link.number] = link
         link.send(m.Observed(msgspec.json.encode(self.view())), call)
 
+    def _tell_progress(self) -> None:
+        """One line on how the job stands, at most once a second, to those who follow."""
+        now = self._now()
+        if now < self._progress_told_at + PROGRESS_S:
+            return
+        self._progress_told_at = now
+        story = m.Story(now, "Progress", describe_progress(self.view()), {})
+        for link in self._followers.values():
+            link.send(story)
+
     def observe(self, event: Event, now: float) -> None:
         """Say what happened, here and to those who follow."""
         match event:
@@ -150,7 +166,8 @@ class Service:
                 self._in_job.add(event.node_id)
             case ev.NodeLost():
                 self._out_of_job(event.node_id)
-        text = tell(event)
+        # After the end every stream is closed: that is no news.
+        text = "" if self._is_finishing and isinstance(event, ev.NodeAbsent) else tell(event)
         if not text:
             return
         self._say(text)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each fact as one sentence for people. Facts that are nobody's news have none."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from holdfast.core.job import events as ev
 from holdfast.core.kernel import Event
 
@@ -49,6 +52,20 @@ def _tell_of_worlds(event: Event) -> str:
             word = "succeeded" if event.ok else "failed"
             return f"the job {word}: {event.reason}"
     return ""
+
+
+def describe_progress(view: Mapping[str, Any]) -> str:
+    """The status line of a running job."""
+    world, progress = view["world"], view["progress"]
+    nodes, workers = _count(len(world["nodes"]), "node"), _count(world["world_size"], "worker")
+    done = progress["step"] if progress["step"] >= 0 else progress["steps_total"]
+    parts = [f"round {world['round']}", nodes, workers, f"step {done}"]
+    if world["state"] != "running":
+        parts = [f"round {world['round']} is {world['state']}"]
+    restarts = sum(view["restarts"].values())
+    if restarts:
+        parts.append(_count(restarts, "restart"))
+    return f"{view['job']}: {', '.join(parts)}, goodput {progress['goodput']:.0%}"
 
 
 def _count(number: int, noun: str) -> str:

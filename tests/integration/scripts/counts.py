@@ -3,7 +3,7 @@
 
 import sys
 
-from steplog import RANK, ROUND, note
+from steplog import RANK, ROUND, meet, note
 
 from holdfast.client import barrier, kv_add, kv_get
 
@@ -12,6 +12,7 @@ for _ in range(2 if ROUND == 1 else 1):
     note("added", kv_add("count", 1))
 barrier("all have counted", 2)
 note("total", int(kv_get("count")))
+meet("totals")
 if ROUND == 1:
     if RANK == 1:
         sys.exit(1)
