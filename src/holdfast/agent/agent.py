@@ -252,7 +252,7 @@ class Agent:
             self._end.set_exception(UsageError(refusal.message))
 
     def stream_lost(self, why: str) -> None:
-        if not self._end.done():
+        if not self._core.is_leaving:
             self._say(f"{why}; the workers go on, trying to reach it again")
 
     def _stream_ended(self, task: asyncio.Task[None]) -> None:

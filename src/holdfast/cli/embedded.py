@@ -79,6 +79,11 @@ class EmbeddedMaster:
                 )
             self._say(f"the master was ended by signal {-code}; starting it again")
 
+    def signal(self, number: int) -> None:
+        """Pass a signal on: the master ends the job and says why."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
     async def stop(self) -> None:
         """End the master and, through the lifeline, every agent it launched."""
         os.close(self._our_end)

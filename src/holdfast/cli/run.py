@@ -106,7 +106,10 @@ async def _run_local_nodes(
         *("--launch", str(launch), "--rules", rules),
         *("--spare-nodes", str(options.local_nodes + options.spare_nodes - options.max_nodes)),
     ]
-    async with _master(options, folder, arguments, console, say, launch=launch) as (_, ended):
+    async with _master(options, folder, arguments, console, say, launch=launch) as (
+        master,
+        ended,
+    ):
         loop = asyncio.get_running_loop()
         stop: asyncio.Future[signal.Signals] = loop.create_future()
 
@@ -119,6 +122,8 @@ async def _run_local_nodes(
         await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             number = stop.result()
+            master.signal(number)
+            await asyncio.wait((ended,), timeout=options.grace_s + 10)
             return AgentEnd(128 + number, f"it was stopped by {number.name}", None)
         return AgentEnd(ended.result(), "see above", None)
 

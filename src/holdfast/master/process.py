@@ -164,8 +164,8 @@ def _stop_on_signals(driver: Driver, lifeline: int) -> None:
     def stop(reason: str) -> None:
         driver.feed(ev.StopRequested(-1, 0, reason))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, f"the master was stopped by {number.name}")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, stop, f"it was stopped by {number.name}")
     if lifeline >= 0:
 
         def gone() -> None:

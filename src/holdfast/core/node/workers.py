@@ -47,6 +47,11 @@ class Workers:
         """The round whose workers run here, as the master is told on attach; 0 if none do."""
         return self._run.round if self._run is not None and not self._is_ending else 0
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this agent is on its way out."""
+        return self._exit is not None
+
     def handle(self, event: Event, now: float) -> Outcome:
         match event:
             case ev.WorldReceived():
