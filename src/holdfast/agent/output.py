@@ -6,8 +6,19 @@ import fcntl
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
-Write = Callable[[bytes], None]
+
+class Write(Protocol):
+    """Where lines are shown. It never blocks; when it is full, the workers' pipes wait."""
+
+    def __call__(self, data: bytes) -> None: ...
+
+    @property
+    def is_full(self) -> bool: ...
+
+    def when_room(self, callback: Callable[[], None]) -> None: ...
+
 
 PIPE_BYTES = 1024 * 1024
 """Room for a burst, so that a worker does not wait for the agent."""
@@ -32,7 +43,7 @@ class Stream:
         self._read_end, self.worker_end = os.pipe2(os.O_CLOEXEC)
         fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(self._read_end, False)
-        self._loop.add_reader(self._read_end, self._receive)
+        self._resume()
 
     def handed_over(self) -> None:
         """The worker has its end: close ours, so that its death is seen as end-of-file."""
@@ -64,7 +75,14 @@ class Stream:
             if len(self._rest) > LINE_BYTES_MAX:
                 self._show([self._rest])
                 self._rest = b""
+            if self._console.is_full:
+                self._loop.remove_reader(self._read_end)
+                self._console.when_room(self._resume)
         return True
+
+    def _resume(self) -> None:
+        if self._read_end >= 0:
+            self._loop.add_reader(self._read_end, self._receive)
 
     def _show(self, lines: Iterable[bytes]) -> None:
         text = b"".join(b"%b%b\n" % (self._prefix, line) for line in lines)

@@ -4,7 +4,6 @@
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.runtime import tls
 from holdfast.runtime.observe import Say
-from holdfast.runtime.settings import NodeSettings, environment
+from holdfast.runtime.settings import NodeSettings, worker_base
 from holdfast.runtime.token import read_token
 
 FIRST_CONTACT_S = 60.0
@@ -82,7 +81,7 @@ def _settings(
         argv=(options.script, *options.script_args),
         mode=_mode(options),
         launch=launch,
-        env=environment(),
+        env=worker_base(),
         log_dir=(options.log_dir or folder / "logs") / launch.run_id,
         console=_console(options, console),
     )
@@ -163,4 +162,3 @@ def last_words(end: m.JobEnded, console: Console) -> None:
     if cause.traceback:
         text += cause.traceback.rstrip() + "\n"
     console.err(text.encode())
-    sys.stderr.flush()

@@ -9,13 +9,22 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from holdfast.agent.network import ReservedPort
 from holdfast.agent.output import Stream
 from holdfast.cli.console import Console
 from holdfast.model.errors import StateError
+from holdfast.protocol import messages as m
 from holdfast.runtime.observe import Say
 from holdfast.runtime.settings import environment
 from holdfast.runtime.token import make_token
+
+EXIT_JOB_FAILED = 5
+"""How an embedded master says that the job failed, and not that it could not serve."""
+
+END_FILE = "end.json"
+"""In the state directory: how a failed job ended."""
 
 DEATHS_MAX = 10
 DEATHS_WINDOW_S = 60.0
@@ -30,6 +39,7 @@ class EmbeddedMaster:
         self._port = ReservedPort()
         self.address = f"127.0.0.1:{self._port.number}"
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._state = state
         self.token_file = state / "token"
         make_token(self.token_file)
         self._say = say
@@ -44,6 +54,10 @@ class EmbeddedMaster:
             *("--lifeline", str(self._lifeline)),
             *arguments,
         ]
+
+    def end(self) -> m.JobEnded:
+        """How the job failed, as its last master wrote it down."""
+        return msgspec.json.decode((self._state / END_FILE).read_bytes(), type=m.JobEnded)
 
     @property
     def pid(self) -> int:

@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from holdfast.cli.agent_side import last_words
-from holdfast.cli.console import Console
+from holdfast.cli.embedded import END_FILE, EXIT_JOB_FAILED
 from holdfast.cli.run_options import check_job_name, parse_address
 from holdfast.master.process import MasterSettings, run_master
 from holdfast.model.errors import UsageError
@@ -117,10 +116,11 @@ def _run(arguments: argparse.Namespace) -> int:
                 lifeline=arguments.lifeline,
             )
         )
-    if arguments.launch:
-        # The launcher shows what we print, but has no agent that would tell it the cause.
-        last_words(end, Console())
-    return 0 if end.ok else 1
+    if end.ok or arguments.lifeline < 0:
+        return 0 if end.ok else 1
+    # The launcher may have no agent that would tell it the cause.
+    (arguments.state / END_FILE).write_bytes(msgspec.json.encode(end))
+    return EXIT_JOB_FAILED
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -2,14 +2,13 @@
 """`holdfast node LAUNCH.json`: one agent, as the local platform starts it. Not for people."""
 
 import asyncio
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from holdfast.cli.agent_side import make_folder, run_agent
+from holdfast.cli.agent_side import run_agent
 from holdfast.cli.console import Console
 from holdfast.cli.run_options import RunOptions
 from holdfast.runtime.observe import sayer
@@ -22,18 +21,14 @@ def main(argv: Sequence[str]) -> int:
         Path(argv[0]).read_bytes(), type=RunOptions, dec_hook=lambda kind, text: kind(text)
     )
     node = node_settings()
-    folder = make_folder()
+    # Below the launcher's folder, which goes, or is kept, as a whole.
+    folder = Path(argv[0]).parent / f"node-{node.node_id}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    console = Console()
+    say = sayer(f"node {node.node_id}", console.err)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            end = runner.run(
-                run_agent(
-                    options,
-                    folder,
-                    node=node,
-                    console=Console(),
-                    say=sayer(f"node {node.node_id}"),
-                )
-            )
+            end = runner.run(run_agent(options, folder, node=node, console=console, say=say))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        console.close()
     return end.exit_code

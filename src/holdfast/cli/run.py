@@ -17,7 +17,7 @@ import uvloop
 from holdfast.agent.agent import AgentEnd
 from holdfast.cli.agent_side import last_words, make_folder, rules_of, run_agent
 from holdfast.cli.console import Console
-from holdfast.cli.embedded import EmbeddedMaster
+from holdfast.cli.embedded import EXIT_JOB_FAILED, EmbeddedMaster
 from holdfast.cli.observer import show_status
 from holdfast.cli.run_options import (
     RunOptions,
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     )
     check_script(options)
     check_files(options)
-    say = sayer("holdfast")
+    console = Console()
+    say = sayer("holdfast", console.err)
     for note in options.notes:
         say(note)
     for ignored in options.ignored:
@@ -50,19 +51,25 @@ def main(argv: Sequence[str]) -> int:
     folder = make_folder()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            end = runner.run(_run(options, folder, say))
+            end = runner.run(_run(options, folder, console, say))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        console.close()
         raise
+    if end.exit_code != 0:
+        what = "the job failed" if end.end is not None else "stopped"
+        say(f"{what}: {end.reason}")
     if end.exit_code == 0 or options.log_dir is not None or not (folder / "logs").is_dir():
         shutil.rmtree(folder, ignore_errors=True)
     else:
         say(f"the output of every rank is in {folder / 'logs'}")
+    if end.end is not None:
+        last_words(end.end, console)
+    console.close()
     return end.exit_code
 
 
-async def _run(options: RunOptions, folder: Path, say: Say) -> AgentEnd:
-    console = Console()
+async def _run(options: RunOptions, folder: Path, console: Console, say: Say) -> AgentEnd:
     if options.master is not None:
         end = await run_agent(options, folder, node=node_settings(), console=console, say=say)
     elif options.local_nodes + options.spare_nodes > 1:
@@ -70,11 +77,6 @@ async def _run(options: RunOptions, folder: Path, say: Say) -> AgentEnd:
     else:
         end = await _run_alone(options, folder, console, say)
     console.status("")
-    if end.end is not None:
-        last_words(end.end, console)
-    if end.exit_code != 0:
-        what = "the job failed" if end.end is not None else "stopped"
-        say(f"{what}: {end.reason}")
     return end
 
 
@@ -86,13 +88,13 @@ async def _run_alone(options: RunOptions, folder: Path, console: Console, say: S
             run_agent(own, folder, node=node_settings(), console=console, say=say)
         )
         await asyncio.wait((agent, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not agent.done():
-            # The master ended first: normally because it told the agent that the job has.
+        if not agent.done() and ended.result() in (0, EXIT_JOB_FAILED):
+            # The master has told the agent that the job ended.
             await asyncio.wait((agent,), timeout=options.grace_s + 10)
-            if not agent.done():
-                agent.cancel()
-                await asyncio.gather(agent, return_exceptions=True)
-                return AgentEnd(ended.result() or 1, "the master ended, see above", None)
+        if not agent.done():
+            agent.cancel()
+            await asyncio.gather(agent, return_exceptions=True)
+            return AgentEnd(1, "the master could not serve, see above", None)
         return await agent
 
 
@@ -125,7 +127,13 @@ async def _run_local_nodes(
             master.signal(number)
             await asyncio.wait((ended,), timeout=options.grace_s + 10)
             return AgentEnd(128 + number, f"it was stopped by {number.name}", None)
-        return AgentEnd(ended.result(), "see above", None)
+        code = ended.result()
+        if code == 0:
+            return AgentEnd(0, "", None)
+        if code == EXIT_JOB_FAILED:
+            end = master.end()
+            return AgentEnd(1, end.reason, end)
+        return AgentEnd(1, "the master could not serve, see above", None)
 
 
 @contextlib.asynccontextmanager
@@ -150,6 +158,7 @@ async def _master(
             token_file=master.token_file,
             local_nodes=1,
             spare_nodes=0,
+            log_dir=options.log_dir or folder / "logs",
         )
         launch.write_bytes(msgspec.json.encode(node, enc_hook=str))
     ended = asyncio.create_task(master.run())

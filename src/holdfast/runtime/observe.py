@@ -4,7 +4,6 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
 
 Say = Callable[[str], None]
 """Tell the user one thing, in one line."""
@@ -15,15 +14,18 @@ def wall_clock() -> float:
     return time.time()
 
 
-def sayer(who: str, stream: TextIO | None = None) -> Say:
-    """Lines of the form `12:34:56 who: text` on standard error, whole or not at all."""
+def sayer(who: str, write: Callable[[bytes], None] | None = None) -> Say:
+    """Lines of the form `12:34:56 who: text`, on standard error unless told otherwise."""
 
     def say(text: str) -> None:
         stamp = time.strftime("%H:%M:%S", time.localtime(wall_clock()))
-        out = stream if stream is not None else sys.stderr
+        line = f"{stamp} {who}: {text}\n"
+        if write is not None:
+            write(line.encode())
+            return
         try:
-            out.write(f"{stamp} {who}: {text}\n")
-            out.flush()
+            sys.stderr.write(line)
+            sys.stderr.flush()
         except (BrokenPipeError, ValueError, OSError):
             return  # Nobody reads any more; that must not stop the work.
 

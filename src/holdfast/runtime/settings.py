@@ -55,6 +55,12 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def worker_base() -> dict[str, str]:
+    """What workers inherit: everything but what a platform told their agent alone."""
+    own = ("HOLDFAST_NODE_ID", "HOLDFAST_LIFELINE")
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
 def runtime_root() -> Path:
     """Where the jobs of this user leave a note of themselves, for `holdfast status`."""
     base = os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("TMPDIR") or "/tmp"
