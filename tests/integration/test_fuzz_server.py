@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import UnionType
 from typing import Any, Self, get_args
 
@@ -23,12 +24,14 @@ from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Jobs, MasterCommand
+from tests.waiting import until
 
 SCOPE = 1
 SEED = 20
 SILENT_PEERS = 200
 MEGABYTE = 1024 * 1024
 LATENCY_S = 1.0
+BURST = 16
 
 
 class Peer:
@@ -80,6 +83,19 @@ class Peer:
         with contextlib.suppress(ConnectionError):
             while self.socket.recv(65536):
                 pass
+
+
+    def is_reset(self) -> None:
+        """Ask on, without reading a byte, until the server has cut the connection."""
+
+        def cannot_ask() -> bool:
+            try:
+                self.socket.sendall(codec.encode(m.KvCount(SCOPE), 1))
+            except ConnectionError:
+                return True
+            return False
+
+        until(cannot_ask, LIMIT_S, "the end of the connection")
 
 
 class Honest:
@@ -337,25 +353,38 @@ def test_an_answer_over_the_frame_limit(target: Target) -> None:
     target.is_unharmed(growth_bytes_max=256 * MEGABYTE)
 
 
-@pytest.mark.parametrize("door", ["master", "agent"])
-def test_a_peer_that_never_reads_is_cut_off(target: Target, door: str) -> None:
-    """What waits for it is limited, and the others are served meanwhile."""
+def test_a_burst_of_large_values_is_no_crime(target: Target) -> None:
+    """All workers of a node set and get large values at once: more than any buffer should hold."""
+
+    def set_and_get(number: int) -> bool:
+        client = AgentClient(target.addresses["agent"], target.token, scope=SCOPE)
+        value = bytes([number]) * (8 * MEGABYTE)
+        client.ask(m.KvSet(SCOPE, str(number), value), m.Done, LIMIT_S)
+        (found,) = client.ask(m.KvGet(SCOPE, (str(number),), LIMIT_S), m.Values, LIMIT_S).values
+        client.close()
+        return found == value
+
+    with target.honest() as honest, ThreadPoolExecutor(BURST) as threads:
+        assert all(threads.map(set_and_get, range(BURST)))
+    assert honest.sums
+    assert "broke" not in target.agent.text
+    target.is_unharmed(growth_bytes_max=1024 * MEGABYTE)
+
+
+def test_peers_that_never_read_are_cut_off(target: Target) -> None:
+    """What waits for them is limited, in size and in time, and the others are served meanwhile."""
     client = AgentClient(f"tcp:{target.master.address}", target.token, scope=SCOPE)
-    client.ask(m.KvSet(SCOPE, "large", b"x" * (4 * MEGABYTE)), m.Done, LIMIT_S)
+    client.ask(m.KvSet(SCOPE, "large", b"x" * (8 * MEGABYTE)), m.Done, LIMIT_S)
     client.close()
-    with target.honest() as honest, target.friend(door) as friend:
-        ask = codec.encode(m.KvGet(SCOPE, ("large",), LIMIT_S), 1)
-        with pytest.raises(ConnectionError):
-            ask_for_ever(friend, ask)
+    with contextlib.ExitStack() as crowd, target.honest() as honest:
+        peers = [crowd.enter_context(target.friend(door)) for door in ("master", "agent")]
+        for peer in peers:
+            for number in range(12):
+                peer.say(codec.encode(m.KvGet(SCOPE, ("large",), LIMIT_S), number))
+        for peer in peers:
+            peer.is_reset()
+        greedy = crowd.enter_context(target.friend("master"))
+        greedy.say(codec.encode(m.KvGet(SCOPE, ("large",), LIMIT_S), 1) * 1000)
+        greedy.is_reset()
     honest.was_served()
-    target.is_unharmed(growth_bytes_max=256 * MEGABYTE)
-
-
-def ask_for_ever(peer: Peer, request: bytes) -> None:
-    """Until the connection is closed, or in vain."""
-    enough_at = time.monotonic() + LIMIT_S
-    pause = threading.Event()
-    while time.monotonic() < enough_at:
-        peer.socket.sendall(request)
-        # Gives the server time to answer: the requests alone would not fill anything.
-        pause.wait(0.02)
+    target.is_unharmed(growth_bytes_max=1024 * MEGABYTE)

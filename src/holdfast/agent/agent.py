@@ -95,7 +95,9 @@ class Agent:
             tls=settings.tls,
             first_contact_s=settings.first_contact_s,
         )
-        self._warmth = Warmth(settings.program, self._processes, self._stream, run=self._run)
+        self._warmth = Warmth(
+            settings.program, self._processes, self._stream, run=self._run, say=say
+        )
         self._pulse = Pulse(
             self._stream,
             self._processes,

@@ -14,6 +14,7 @@ from holdfast.agent.store_host import StoreHost
 from holdfast.agent.stream import MasterStream
 from holdfast.core.node.environment import worker_environment
 from holdfast.protocol import messages as m
+from holdfast.runtime.observe import Say
 
 MODULES_KEY = "holdfast/modules"
 WARM_UP_S = 60.0
@@ -32,12 +33,14 @@ class Warmth:
         stream: MasterStream,
         *,
         run: Callable[[Coroutine[None, None, None]], None],
+        say: Say,
     ) -> None:
         """`run` takes an errand that nobody waits for."""
         self._program = program
         self._processes = processes
         self._stream = stream
         self._run = run
+        self._say = say
         self._stores = StoreHost(processes, self._offer_store)
         self._published: tuple[str, ...] = ()
         #: Fires when the master waits for this node to become warm and it takes too long.
@@ -104,4 +107,8 @@ class Warmth:
             self._stream.call(m.Warmed(), lambda _: None)
 
     def _offer_store(self, port: int) -> None:
-        self._stream.call(m.StoreOffered(port), lambda _: None)
+        def answered(_: m.AnyMessage) -> None:
+            if port:
+                self._say("ready for a fast restart")
+
+        self._stream.call(m.StoreOffered(port), answered)

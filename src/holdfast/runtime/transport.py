@@ -21,8 +21,14 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.codec import FrameReader
 
 HANDSHAKE_S = 10.0
-UNSENT_BYTES_MAX = 64 * 1024 * 1024
-"""A peer that does not read this much is cut off: it must not eat our memory."""
+UNSENT_BYTES_HIGH = 64 * 1024 * 1024
+"""A server takes no more requests of a peer to which it owes this much."""
+
+UNSENT_BYTES_MAX = 512 * 1024 * 1024
+"""Whoever asked for more than this at once is cut off: it must not eat our memory."""
+
+UNREAD_S = 10.0
+"""A peer to which we owe that much and that takes nothing for this long is cut off."""
 
 _PEERCRED = struct.Struct("3i")
 
@@ -63,6 +69,9 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         #: Frames of this turn of the loop: they leave as one write at its end.
         self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
+        #: Set while the peer takes less than we send.
+        self._patience: asyncio.TimerHandle | None = None
         #: Client side: done when the handshake is, one way or the other.
         self.ready: asyncio.Future[None] = self._loop.create_future()
 
@@ -70,7 +79,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        self._transport.set_write_buffer_limits(high=UNSENT_BYTES_HIGH)
         self._deadline = self._loop.call_later(HANDSHAKE_S, self._handshake_late)
         if not self._is_server:
             _tune(transport.get_extra_info("socket"))
@@ -93,8 +102,9 @@ class Link(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._patience):
+            if timer is not None:
+                timer.cancel()
         if not self.ready.done():
             self.ready.set_exception(RetryableError("the connection broke during the handshake"))
         # Nobody may be waiting for a server's handshake: mark a failed one as seen.
@@ -104,16 +114,44 @@ class Link(asyncio.Protocol):
             self._handler.closed(self)
 
     def pause_writing(self) -> None:
-        self.abort()
+        # A burst of large answers to many workers is no crime: who reads them gets them. Only
+        # servers stop reading meanwhile: if both sides did, each would wait for the other.
+        assert self._transport is not None
+        if self._is_server and not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._be_patient(self._transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        assert self._transport is not None
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        if self._is_server and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _be_patient(self, unsent_bytes: int) -> None:
+        self._patience = self._loop.call_later(UNREAD_S, self._lose_patience, unsent_bytes)
+
+    def _lose_patience(self, before: int) -> None:
+        assert self._transport is not None
+        unsent_bytes = self._transport.get_write_buffer_size()
+        if unsent_bytes < before:
+            self._be_patient(unsent_bytes)
+        else:
+            self.abort()
 
     # ---- our side -------------------------------------------------------------------------------
 
     def send(self, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0) -> None:
         """Queue one frame; silently nothing if the link is gone."""
         if self.is_open:
+            data = codec.encode(body, call, session, seq)
             if not self._unsent:
                 self._loop.call_soon(self._flush)
-            self._unsent.append(codec.encode(body, call, session, seq))
+            self._unsent.append(data)
+            self._unsent_bytes += len(data)
+            if self._unsent_bytes > UNSENT_BYTES_HIGH or self._patience is not None:
+                self._check_debt()
 
     def answer(self, body: m.AnyMessage, call: int) -> None:
         """Queue the answer to a request; one that no frame can hold becomes a refusal."""
@@ -133,10 +171,17 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def _check_debt(self) -> None:
+        assert self._transport is not None
+        if self._unsent_bytes + self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self._unsent.clear()
+            self.abort()
+
     def _flush(self) -> None:
         if self._unsent and self._transport is not None and not self._transport.is_closing():
             data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
             self._unsent.clear()
+            self._unsent_bytes = 0
             self._transport.write(data)
 
     def _write(self, body: m.AnyMessage) -> None:
