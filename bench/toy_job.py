@@ -169,6 +169,8 @@ class Job:
         def is_warm() -> bool:
             if not all(node.is_running() for node in self.nodes):
                 raise RuntimeError(f"{self.launcher} ended early")
+            if self.launcher == HOLDFAST and not all(map(_says_ready, self.nodes)):
+                return False
             ranks = self.live_steps().values()
             return len(ranks) == self.scenario.world and all(
                 len(steps) >= WARM_STEPS and steps[-1].t - steps[0].t >= least_s for steps in ranks
@@ -177,7 +179,8 @@ class Job:
         wait_for(f"{WARM_STEPS} steps of {self.launcher}", is_warm, START_LIMIT_S + least_s)
 
     def lines(self) -> list[tuple[float, str]]:
-        return sorted(line for node in self.nodes for line in node.lines)
+        parts = [*self.nodes, *([self.master] if self.master else [])]
+        return sorted(line for part in parts for line in part.lines)
 
     def tail(self) -> str:
         parts = [*self.nodes, *([self.master] if self.master else [])]
@@ -200,3 +203,8 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _says_ready(node: StampedProcess) -> bool:
+    """Holdfast says when its preparations are made; torchrun makes none."""
+    return any("ready for a fast restart" in text for _, text in node.lines)

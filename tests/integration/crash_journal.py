@@ -79,9 +79,7 @@ def main(side: str, at: str, job: str, address: str, state: str) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         say = sayer("master")
-        end = runner.run(
-            run_master(settings, say=say, announce=say, open_journal=open_journal)
-        )
+        end = runner.run(run_master(settings, say=say, announce=say, open_journal=open_journal))
     return 0 if end.ok else 1
 
 

@@ -84,7 +84,6 @@ class Peer:
             while self.socket.recv(65536):
                 pass
 
-
     def is_reset(self) -> None:
         """Ask on, without reading a byte, until the server has cut the connection."""
 

@@ -111,9 +111,19 @@ class MasterStream:
         number = self._next_call
         self._next_call += 1
         self._outstanding[number] = (body, session, seq, answered)
-        if self._is_attached and self._link is not None:
-            self._link.send(body, number, session, seq)
+        if self._is_attached:
+            self._deliver(number)
         return number
+
+    def _deliver(self, number: int) -> None:
+        """Send an outstanding request; one that no frame can hold is refused here and now."""
+        assert self._link is not None
+        body, session, seq, answered = self._outstanding[number]
+        try:
+            self._link.send(body, number, session, seq)
+        except ProtocolError as exc:
+            del self._outstanding[number]
+            self._loop.call_soon(answered, m.Refused("rejected", str(exc)))
 
     def forget(self, number: int) -> None:
         """Whoever asked no longer wants to know."""
@@ -174,9 +184,8 @@ class MasterStream:
                 self._incarnation = body.incarnation
                 self._is_attached = True
                 self._owner.attached(body, sent_at=self._sent_at)
-                assert self._link is not None
-                for number, (request, session, seq, _) in list(self._outstanding.items()):
-                    self._link.send(request, number, session, seq)
+                for number in list(self._outstanding):
+                    self._deliver(number)
             case m.Refused():
                 self._owner.refused(body)
             case _:
