@@ -76,7 +76,14 @@ class Warmth:
             shared = m.KvSet(0, MODULES_KEY, "\n".join(names).encode())
             self._stream.call(shared, lambda _: None)
         if self._program.mode is not RunMode.COMMAND:
-            self._run(self._stores.prepare(group.environment(0)))
+            self._run(self._prepare_store(group.environment(0)))
+
+    async def _prepare_store(self, env: dict[str, str]) -> None:
+        """Only a help: without it worker rank 0 serves the store, a little later."""
+        try:
+            await self._stores.prepare(env)
+        except OSError as exc:
+            self._say(f"the store of the next round cannot be prepared: {exc}")
 
     def round_begins(self, run: m.RunWorld) -> None:
         """Whatever was still being prepared, the workers start now."""
