@@ -17,6 +17,9 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.observe import Say
 
 MODULES_KEY = "holdfast/modules"
+TORCH_STORE = "torch.distributed"
+"""Who imports this will want a store."""
+
 WARM_UP_S = 60.0
 """A node that is not warm by then takes part cold."""
 
@@ -43,6 +46,8 @@ class Warmth:
         self._say = say
         self._stores = StoreHost(processes, self._offer_store)
         self._published: tuple[str, ...] = ()
+        #: Whether everything is prepared for the round after the present one.
+        self._is_ready = False
         #: Fires when the master waits for this node to become warm and it takes too long.
         self._patience: asyncio.TimerHandle | None = None
 
@@ -75,8 +80,10 @@ class Warmth:
             self._published = names
             shared = m.KvSet(0, MODULES_KEY, "\n".join(names).encode())
             self._stream.call(shared, lambda _: None)
-        if self._program.mode is not RunMode.COMMAND:
+        if TORCH_STORE in names:
             self._run(self._prepare_store(group.environment(0)))
+        else:
+            self._ready()
 
     async def _prepare_store(self, env: dict[str, str]) -> None:
         """Only a help: without it worker rank 0 serves the store, a little later."""
@@ -88,6 +95,7 @@ class Warmth:
     def round_begins(self, run: m.RunWorld) -> None:
         """Whatever was still being prepared, the workers start now."""
         self._warmed()
+        self._is_ready = False
         self._stores.round_begins(run.store_port)
 
     def close(self) -> None:
@@ -114,8 +122,10 @@ class Warmth:
             self._stream.call(m.Warmed(), lambda _: None)
 
     def _offer_store(self, port: int) -> None:
-        def answered(_: m.AnyMessage) -> None:
-            if port:
-                self._say("ready for a fast restart")
+        answered = self._ready if port else lambda: None
+        self._stream.call(m.StoreOffered(port), lambda _: answered())
 
-        self._stream.call(m.StoreOffered(port), answered)
+    def _ready(self) -> None:
+        if not self._is_ready:
+            self._is_ready = True
+            self._say("ready for a fast restart")
