@@ -50,7 +50,6 @@ EFFECTS: dict[str, tuple[list[str], str, object]] = {
     "master": (["--master", "[::1]:29400"], "master", "[::1]:29400"),
     "token-file": (["--token-file", "t"], "token_file", Path("t")),
     "tls-ca": (["--tls-ca", "ca.pem"], "tls_ca", Path("ca.pem")),
-    "tls-cert": (["--tls-cert", "c.pem"], "tls_cert", Path("c.pem")),
     "insecure": (["--insecure"], "insecure", True),
     "state": (["--state", "s"], "state_dir", Path("s")),
     "lease": (["--lease", "20.5"], "lease_s", 20.5),
@@ -406,7 +405,7 @@ def test_script_must_be_there(tmp_path: Path) -> None:
     check_script(parse(str(package)))
 
 
-@pytest.mark.parametrize("flag", ["--token-file", "--tls-ca", "--tls-cert"])
+@pytest.mark.parametrize("flag", ["--token-file", "--tls-ca"])
 def test_named_files_must_be_there(flag: str, tmp_path: Path) -> None:
     there = tmp_path / "file"
     there.touch()

@@ -53,6 +53,7 @@ def files(jobs: Jobs) -> Path:
 
 
 REMOTE = ("run", "--master", "127.0.0.1:9", "--token-file")
+AWAY = ("run", "--nnodes", "2", "--master", "10.1.2.3:7070", "--token-file")
 SERVE = ("master", "--job", "j", "--state", "state")
 
 MISTAKES: dict[tuple[str, ...], str] = {
@@ -70,6 +71,7 @@ MISTAKES: dict[tuple[str, ...], str] = {
     (*REMOTE, "nowhere", "train.py"): "--token-file nowhere is not a file",
     (*REMOTE, "open", "train.py"): "the token file open is open to other users: run chmod 600",
     (*REMOTE, "short", "train.py"): "the token in short is shorter than 16 characters",
+    (*AWAY, "token", "train.py"): "10.1.2.3:7070 is not a loopback address: give certificates",
     (*REMOTE, "token", "--tls-ca", "nowhere", "train.py"): "--tls-ca nowhere is not a file",
     (*REMOTE, "token", "--tls-ca", "train.py", "train.py"): "authority train.py cannot be used",
     ("master",): "the following arguments are required: --job, --state",

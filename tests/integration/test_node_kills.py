@@ -241,3 +241,18 @@ def test_a_node_that_is_told_to_go_leaves_at_once(jobs: Jobs, number: signal.Sig
     jobs.finish()
     stays.succeeds()
     master.succeeds()
+
+
+def test_nodes_on_one_switch_get_neighbouring_ranks(jobs: Jobs) -> None:
+    master = jobs.master()
+    options = ("--nnodes", "3", "--no-spares", "--node-rank")
+    places = {"0": "east", "1": "west", "2": "east"}
+    nodes = [
+        jobs.node(master, *options, rank, STEPS, name=rank, HOLDFAST_TOPOLOGY=place)
+        for rank, place in places.items()
+    ]
+    world = jobs.wait_world(3)
+    assert [event.node for event in world] == ["0", "2", "1"]
+    jobs.finish()
+    for node in nodes:
+        node.succeeds()

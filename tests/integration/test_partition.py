@@ -99,7 +99,7 @@ def test_a_whole_world_cut_off_stops_before_its_replacement_starts(
 ) -> None:
     """Nobody is left who could refuse to go on with it: only its lease protects the job."""
     master = jobs.master(*QUICK, listen=f"{island.address}:0")
-    options = ("--nnodes", "1", "--node-rank", "0", "--no-spares", STEPS)
+    options = ("--insecure", "--nnodes", "1", "--node-rank", "0", "--no-spares", STEPS)
     old = island.node(jobs, master, *options, name="old")
     steps_on(jobs, "old", 5)
     island.cut()
@@ -122,7 +122,7 @@ def test_a_whole_world_cut_off_stops_before_its_replacement_starts(
 def test_survivors_go_on_at_once_with_the_replacement(island: Island, jobs: Jobs) -> None:
     """A world that kept a node cannot be continued behind its back: no lease is waited for."""
     master = jobs.master(*PATIENT, listen=f"{island.address}:0")
-    options = ("--nnodes", "2", "--no-spares", "--node-rank")
+    options = ("--insecure", "--nnodes", "2", "--no-spares", "--node-rank")
     stays = jobs.node(master, *options, "0", STEPS, name="stays")
     old = island.node(jobs, master, *options, "1", STEPS, name="old")
     steps_on(jobs, "old", 5)
@@ -144,7 +144,7 @@ def test_survivors_go_on_at_once_with_the_replacement(island: Island, jobs: Jobs
 def test_a_short_cut_changes_nothing(island: Island, jobs: Jobs) -> None:
     """Training does not need the master: a gap shorter than the silence is not even noticed."""
     master = jobs.master(*PATIENT, listen=f"{island.address}:0")
-    options = ("--nnodes", "1", "--no-spares", STEPS)
+    options = ("--insecure", "--nnodes", "1", "--no-spares", STEPS)
     node = island.node(jobs, master, *options, name="node")
     steps_on(jobs, "node", 5)
     island.cut()
@@ -161,7 +161,7 @@ def test_a_short_cut_changes_nothing(island: Island, jobs: Jobs) -> None:
 def test_a_cut_off_node_comes_back_to_a_job_that_waited(island: Island, jobs: Jobs) -> None:
     """Given up for its silence and not replaced: it stops its workers and joins anew."""
     master = jobs.master(*QUICK, listen=f"{island.address}:0")
-    options = ("--nnodes", "1", "--node-rank", "0", "--no-spares", STEPS)
+    options = ("--insecure", "--nnodes", "1", "--node-rank", "0", "--no-spares", STEPS)
     node = island.node(jobs, master, *options, name="node")
     steps_on(jobs, "node", 5)
     island.cut()

@@ -43,6 +43,8 @@ class AgentSettings:
     """-1: the master assigns one."""
     node_id: int
     """-1: no platform launched this node."""
+    topology: str
+    """Where the node stands; empty if nobody said."""
     runtime_dir: Path
     """Private folder for the socket."""
     grace_s: float
@@ -227,6 +229,7 @@ class Agent:
             round=self._core.round,
             node_id=settings.node_id,
             node_rank=settings.node_rank,
+            topology=settings.topology,
         )
 
     def attached(self, welcome: m.Attached, *, sent_at: float) -> None:

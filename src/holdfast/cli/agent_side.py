@@ -52,6 +52,8 @@ async def run_agent(
     assert options.master is not None
     if options.token_file is None:
         raise UsageError("the job's token is missing: give --token-file or HOLDFAST_TOKEN_FILE")
+    has_tls = options.tls_ca is not None
+    tls.require_tls(options.master, has_tls=has_tls, insecure=options.insecure)
     agent = Agent(_settings(options, folder, node, console), say)
     _obey_signals(agent, options, node.lifeline)
     started(agent)
@@ -94,6 +96,7 @@ def _settings(
         host=options.local_addr or own_address(options.master),
         node_rank=-1 if options.node_rank is None else options.node_rank,
         node_id=node.node_id,
+        topology=node.topology,
         runtime_dir=folder,
         grace_s=options.grace_s,
         spares=options.spares,

@@ -92,12 +92,6 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
             env="HOLDFAST_TOKEN_FILE",
         ),
         Flag("tls-ca", "FILE", "PEM file with the certificates to trust (default: no TLS)"),
-        Flag(
-            "tls-cert",
-            "FILE",
-            "PEM file with this node's certificate and private key, shown to other nodes "
-            "(default: none)",
-        ),
         Flag("insecure", "", "allow connections to other machines without TLS (default: refused)"),
         Flag(
             "state",

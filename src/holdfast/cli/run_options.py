@@ -60,7 +60,6 @@ class RunOptions:
     local_addr: str | None
     token_file: Path | None
     tls_ca: Path | None
-    tls_cert: Path | None
     insecure: bool
     state_dir: Path | None
     """None for a private temporary directory."""
@@ -140,7 +139,6 @@ def _interpret(
         local_addr=answers.text("local-addr"),
         token_file=answers.path("token-file"),
         tls_ca=answers.path("tls-ca"),
-        tls_cert=answers.path("tls-cert"),
         insecure=answers.is_on("insecure"),
         state_dir=answers.path("state"),
         lease_s=lease.seconds(zero=False) if lease else 60.0,
@@ -254,7 +252,6 @@ def check_files(options: RunOptions) -> None:
     for name, path in (
         ("--token-file", options.token_file),
         ("--tls-ca", options.tls_ca),
-        ("--tls-cert", options.tls_cert),
     ):
         if path is not None and not path.is_file():
             raise UsageError(f"{name} {path} is not a file")

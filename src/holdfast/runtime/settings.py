@@ -39,6 +39,8 @@ class NodeSettings:
     node_id: int
     lifeline: int
     """A descriptor that reaches end-of-file when the launcher dies; -1 if there is none."""
+    topology: str
+    """Where the node stands, e.g. its switch: nodes of equal topology get neighbouring ranks."""
 
 
 def node_settings(environ: Mapping[str, str] | None = None) -> NodeSettings:
@@ -47,6 +49,7 @@ def node_settings(environ: Mapping[str, str] | None = None) -> NodeSettings:
     return NodeSettings(
         node_id=int(env.get("HOLDFAST_NODE_ID", "-1")),
         lifeline=int(env.get("HOLDFAST_LIFELINE", "-1")),
+        topology=env.get("HOLDFAST_TOPOLOGY", ""),
     )
 
 

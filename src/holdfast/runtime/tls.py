@@ -38,8 +38,8 @@ def require_tls(address: str, *, has_tls: bool, insecure: bool) -> None:
     if has_tls or insecure or _is_loopback(host):
         return
     raise UsageError(
-        f"{address} is not a loopback address: give certificates (--tls-cert, --tls-key, "
-        "--tls-ca), or say --insecure if the network is private"
+        f"{address} is not a loopback address: give certificates (master: --tls-cert and "
+        "--tls-key, nodes: --tls-ca), or say --insecure if the network is private"
     )
 
 
