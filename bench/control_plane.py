@@ -16,6 +16,7 @@ import os
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -269,20 +270,19 @@ def print_peers(c10d: Sequence[dict[str, Any]]) -> None:
     print_table("peers", ["", "value", ""], [*measured, *quoted])
 
 
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
 def bars_of(largest: Scale, kv: KvResult) -> list[Bar]:
-    """The best of the repetitions: the others tell how busy the machine was with other work."""
+    """Medians: the spread in the table tells how busy the machine was with other work."""
     size = largest.agents
     return [
-        Bar(f"cold join of {size}, s", min(largest.join_s, default=None), 4, False),
-        Bar(f"replace one of {size}, s", min(largest.replace_s, default=None), 1, False),
-        Bar(
-            f"beats of {size}, % of a core",
-            min(largest.beats_cpu_percent, default=None),
-            15,
-            False,
-        ),
+        Bar(f"cold join of {size}, s", _median(largest.join_s), 4, False),
+        Bar(f"replace one of {size}, s", _median(largest.replace_s), 1, False),
+        Bar(f"beats of {size}, % of a core", _median(largest.beats_cpu_percent), 15, False),
         Bar("memory per agent, KB", max(largest.bytes_per_agent) / 1024, 32, False),
-        Bar("journaled sets per second", max(kv.sets_per_s, default=None), 10_000, True),
+        Bar("journaled sets per second", _median(kv.sets_per_s), 10_000, True),
     ]
 
 
