@@ -113,7 +113,8 @@ def test_a_master_that_cannot_be_reached(jobs: Jobs, files: Path) -> None:
         port = closed.getsockname()[1]
     words = ("--token-file", "token", "--rdzv-conf", "join_timeout=1", "train.py")
     refusing = jobs.run("--master", f"127.0.0.1:{port}", *words)
-    unknown = jobs.run("--master", f"{secrets.token_hex(8)}.invalid:29400", *words)
+    nobody = f"{secrets.token_hex(8)}.invalid:29400"
+    unknown = jobs.run("--insecure", "--master", nobody, *words)
     said = complaint(refusing, FAILED)
     assert said.startswith(f"the master does not answer: 127.0.0.1:{port}: Connection refused")
     assert complaint(unknown, FAILED).endswith("(tried for 1 s)")
