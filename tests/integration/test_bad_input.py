@@ -341,3 +341,11 @@ def test_a_disk_that_fills_up_while_a_job_runs(jobs: Jobs, disk: Path) -> None:
     node.succeeds()
     again.succeeds()
     assert len(jobs.events("main")) == 1
+
+
+def test_weakness_a_temporary_directory_too_long_for_a_socket(jobs: Jobs, files: Path) -> None:
+    """There: the limit on the path of a Unix socket was not checked."""
+    deep = files / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    node = jobs.run(*REMOTE[1:], "token", "train.py", TMPDIR=str(deep))
+    assert complaint(node, USAGE).startswith("the temporary directory has too long a path")
