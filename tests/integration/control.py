@@ -71,10 +71,10 @@ class Forwarder:
         trace: TracebackType | None,
     ) -> None:
         # Wakes the threads that wait in accept and recv.
-        _shut(self._listener)
+        shut(self._listener)
         self._threads[0].join(LIMIT_S)
         for end in self._sockets:
-            _shut(end)
+            shut(end)
         for thread in self._threads[1:]:
             thread.join(LIMIT_S)
         for end in (*self._sockets, self._listener):
@@ -91,7 +91,7 @@ class Forwarder:
             try:
                 far = socket.create_connection((host, int(port)), LIMIT_S)
             except OSError:
-                _shut(near)
+                shut(near)
                 continue
             far.settimeout(None)
             self._sockets.append(far)
@@ -107,11 +107,12 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(data)
     except OSError:
         pass
-    _shut(source)
-    _shut(sink)
+    shut(source)
+    shut(sink)
 
 
-def _shut(end: socket.socket) -> None:
+def shut(end: socket.socket) -> None:
+    """Hang up in both directions; who does it first does not matter."""
     try:
         end.shutdown(socket.SHUT_RDWR)
     except OSError:

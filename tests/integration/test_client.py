@@ -29,6 +29,7 @@ from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
 from holdfast.worker.progress import ProgressCell
+from tests.integration.control import shut
 from tests.masters import ROOT, Master
 from tests.waiting import until
 
@@ -166,7 +167,7 @@ class CuttingProxy:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for end in self._ends:
-            _shut(end)
+            shut(end)
         for thread in self._threads:
             thread.join(LIMIT_S)
         for end in self._ends:
@@ -200,15 +201,8 @@ class CuttingProxy:
         except OSError:
             return
         finally:
-            _shut(source)
-            _shut(sink)
-
-
-def _shut(end: socket.socket) -> None:
-    try:
-        end.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # The other direction was faster.
+            shut(source)
+            shut(sink)
 
 
 @pytest.fixture

@@ -191,6 +191,8 @@ async def _watch(
 
 async def _tell_all(observer: _Observer, tell: Callable[[m.Story], None]) -> None:
     while (story := await observer.stories.get()) is not None:
+        if story.kind == "Progress":
+            continue  # Once a second: for a status line, not for a list of what happened.
         tell(story)
         if story.kind == "JobFinished":
             return
