@@ -6,9 +6,11 @@ A golden line may be added, never changed: an old peer or an old journal holds t
 
 from holdfast.core.job import records as rec
 from holdfast.core.kernel import Record
+from holdfast.model.checkpoint import Shape
 from holdfast.model.ids import Generation, Incarnation, NodeId, NodeRank, Round
 from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
+from tests.wire.checkpoint_samples import CHECKPOINT_MESSAGES, VERSION
 
 RULES = m.JobRules(
     min_nodes=2,
@@ -54,6 +56,8 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         incarnation=9,
         topology="s1",
         hosted_port=29502,
+        cold=True,
+        peer_port=29503,
     ),
     m.Attached(
         job="train",
@@ -117,6 +121,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Observed(state=b"{}"),
     m.Story(at_s=12.5, kind="NodeLost", text="node rank 1 is lost", fields={"node": 1}),
     m.StopJob(reason="the user asked"),
+    *CHECKPOINT_MESSAGES,
 )
 
 
@@ -130,6 +135,7 @@ def _member(node: int, rank: int) -> Member:
         store_port=29500,
         hosted_port=29502,
         topology="s1",
+        peer_port=29503,
     )
 
 
@@ -184,5 +190,9 @@ RECORDS: list[Record] = [
         rendezvous_s=0.01,
     ),
     rec.RoundBroken(round=3, reason="rank 3 failed"),
+    rec.CheckpointCommitted(
+        directory="/ckpt", version=VERSION, attempt="a1-3-2", shape=Shape(4, True)
+    ),
+    rec.LineageSet(directory="/ckpt", lineage=8, round=3, version=VERSION, shape=Shape(4, True)),
     rec.JobClosed(ok=False, reason="rank 3 failed", cause=FAILURE, cause_node_rank=1),
 ]

@@ -23,6 +23,11 @@ JOURNAL_BYTES = HERE / "journal-v1.txt"
 JOURNAL_STATE = HERE / "journal-v1-state.json"
 
 
+FIRST_MESSAGES = HERE / "messages-v1-first.txt"
+FIRST_JOURNAL = HERE / "journal-v1-first.txt"
+"""What the first release wrote, before there were checkpoints: never written again."""
+
+
 def golden(path: Path) -> list[tuple[str, bytes]]:
     lines = path.read_text(encoding="ascii").splitlines()
     return [(name, bytes.fromhex(digits)) for name, digits in (line.split() for line in lines)]
@@ -126,4 +131,15 @@ def test_the_golden_journal_leads_to_its_state() -> None:
 
 def test_the_snapshot_of_the_golden_journal_leads_to_the_same_state() -> None:
     snapshot = snapshot_after(RECORDS)
+    assert snapshot_after(snapshot) == snapshot
+
+
+def test_the_bytes_of_the_first_release_are_understood() -> None:
+    """Fields were added since: whoever does not send them means their defaults."""
+    for name, data in golden(FIRST_MESSAGES):
+        (frame,) = FrameReader().feed(data)
+        assert type(frame.body).__name__ == name
+    journal = [rec.decode_record(data) for _, data in golden(FIRST_JOURNAL)]
+    assert [type(record).__name__ for record in journal] == [n for n, _ in golden(FIRST_JOURNAL)]
+    snapshot = snapshot_after(list(journal))
     assert snapshot_after(snapshot) == snapshot

@@ -21,6 +21,8 @@ class Member(Struct, frozen=True, kw_only=True, array_like=True):
     """A port on which a fresh store server listens already; 0 if there is none."""
     topology: str = ""
     """Where the node stands, e.g. its switch: nodes of equal topology are kept together."""
+    peer_port: int = 0
+    """Where its agent serves parts of checkpoints; 0 if nowhere."""
 
 
 class World(Struct, frozen=True, kw_only=True, array_like=True):

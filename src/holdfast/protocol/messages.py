@@ -3,19 +3,25 @@
 
 Structs travel as MessagePack arrays that begin with the tag. A field is only ever added at the end
 and with a default, so that a newer peer is understood by an older one; golden bytes in tests/wire
-hold every message to that.
+hold every message to that. Those about checkpoints are in protocol/checkpoints.py.
 """
 
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from holdfast.protocol.base import Message as Message
+from holdfast.protocol.checkpoints import (
+    CheckpointAnswer,
+    CheckpointCall,
+    CheckpointPush,
+    PeerAnswer,
+    PeerCall,
+    VaultCall,
+)
+
 VERSION = 1
 """Raised when an older peer could no longer understand us."""
-
-
-class Message(Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages; the tag is the class name."""
 
 
 # ---- handshake: the first three frames of every channel -----------------------------------------
@@ -109,6 +115,8 @@ class Attach(Message, frozen=True):
     """A port on which a fresh store server listens already; 0 if there is none."""
     cold: bool = False
     """True when the workers would start cold now, and a `Warmed` will follow."""
+    peer_port: int = 0
+    """Where other agents fetch and leave parts of checkpoints; 0 if nowhere."""
 
 
 class Attached(Message, frozen=True):
@@ -405,9 +413,20 @@ KvCall = (
 """What a worker may ask, and an agent relays."""
 
 AgentCall = Attach | WorkersStarted | StoreOffered | Warmed | WorkersFailed | WorkersDone | Leave
-Call = KvCall | AgentCall | Beat | Observe | StopJob
-Answer = Done | Refused | Value | Values | Number | Keys | Attached | Observed
-Push = RunWorld | StopWork | Fenced | JobEnded | Story
+Call = KvCall | AgentCall | CheckpointCall | VaultCall | PeerCall | Beat | Observe | StopJob
+Answer = (
+    Done
+    | Refused
+    | Value
+    | Values
+    | Number
+    | Keys
+    | Attached
+    | Observed
+    | CheckpointAnswer
+    | PeerAnswer
+)
+Push = RunWorld | StopWork | Fenced | JobEnded | Story | CheckpointPush
 Handshake = Challenge | Proof | Welcome
 AnyMessage = Call | Dropped | Answer | Push | Handshake
 

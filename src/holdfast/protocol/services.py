@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 
 
@@ -42,6 +43,26 @@ METHODS: dict[type[m.Message], Method] = {
         Method(m.QueuePop, m.Value, mutates=True),
         Method(m.QueueLength, m.Number, mutates=False),
         Method(m.Barrier, m.Number, mutates=True),
+        Method(c.NodeRestore, c.RestorePlan, mutates=False),
+        Method(c.PartsLocate, c.PartsLocated, mutates=False),
+        Method(c.PersistAsk, c.PersistPlan, mutates=False),
+        Method(c.PartsPersisted, c.PersistState, mutates=False),
+        Method(c.CommitDone, m.Done, mutates=False),
+        Method(c.InventoryTaken, m.Done, mutates=False),
+        Method(c.FlushAsk, c.PersistState, mutates=False),
+        Method(c.PeersAsk, c.Peers, mutates=False),
+        Method(c.Replicated, m.Done, mutates=False),
+        Method(c.SeriesOpen, m.Done, mutates=False),
+        Method(c.SlotReserve, c.SlotsReserved, mutates=False),
+        Method(c.SlotAsk, c.SlotGrant, mutates=False),
+        Method(c.SlotSealed, m.Done, mutates=False),
+        Method(c.RestoreAsk, c.RestorePlan, mutates=False),
+        Method(c.PartsOpen, c.PartsOpened, mutates=False),
+        Method(c.PartsClose, m.Done, mutates=False),
+        Method(c.PersistWait, c.PersistState, mutates=False),
+        Method(c.StepsRemove, m.Done, mutates=False),
+        Method(c.PartGet, c.PartBytes, mutates=False),
+        Method(c.PartPut, c.PartWanted, mutates=False),
         Method(m.Observe, m.Observed, mutates=False),
         Method(m.StopJob, m.Done, mutates=False),
     )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nouns of checkpoints: what is saved, by whom, and which of two is newer.
+
+A checkpoint of a step consists of *parts*: one per rank, and one that is *shared* when all ranks
+hold the same model. Which parts there must be is the checkpoint's *shape*: it is declared by those
+who save, never derived from what is found.
+
+A step number alone does not name a state: after a rollback the same step is reached again. Each
+world that begins to save gets a higher *lineage*; a *version* is a step of a lineage, and the newer
+of two versions has the higher lineage, then the higher step.
+"""
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+SHARED = "shared"
+"""The part that is the same on every rank; any one copy of it serves all."""
+
+
+def rank_part(rank: int) -> str:
+    """The name of the part that belongs to one rank."""
+    return f"rank-{rank:05d}"
+
+
+class Version(Struct, frozen=True, array_like=True, order=True):
+    """Names one saved state. Ordered: the greater is the newer."""
+
+    lineage: int
+    step: int
+
+
+NONE = Version(-1, -1)
+"""No state at all; older than every version."""
+
+
+class Shape(Struct, frozen=True, array_like=True):
+    """Which parts a checkpoint has."""
+
+    world_size: int
+    shared: bool
+    """True when the model is the same on every rank. Then the shared part is what must not be lost;
+    a rank whose own part is lost takes another rank's."""
+
+    def parts(self) -> Iterator[str]:
+        """Every part that there must be."""
+        if self.shared:
+            yield SHARED
+        for rank in range(self.world_size):
+            yield rank_part(rank)
+
+
+class FileEntry(Struct, frozen=True, array_like=True):
+    """One file of a part, as it is on storage."""
+
+    name: str
+    """Relative to the checkpoint's own directory; may have "/" in it, never ".."."""
+    size: int
+    digest: int
+    """CRC-32C over the CRC-32Cs of the file's chunks: see checkpoint/digests.py."""
+    part: str = ""
+    """Whose file it is: a reader of one part reads these files only."""
+
+
+class Holding(Struct, frozen=True, array_like=True):
+    """A sealed part in the memory of a node."""
+
+    version: Version
+    shape: Shape
+    part: str
+    length: int
+    """Bytes of its slot's data."""
+    digest: int = -1
+    """Over the slot's data; -1 while it has not been computed."""
+    parity: bool = False
+    """True for the XOR of other nodes' stripes: not the part itself, see checkpoint/parity.py."""
+
+
+class Stored(Struct, frozen=True, array_like=True):
+    """A committed checkpoint on storage."""
+
+    version: Version
+    shape: Shape
+
+
+class Series(Struct, frozen=True, array_like=True):
+    """Where the checkpoints of one Checkpointer go, what they are called, and how they are kept."""
+
+    directory: str
+    """An absolute path, or a URL that fsspec knows. It must be the same storage on every node."""
+    pattern: str = "step-{step:010d}"
+    """The name of a checkpoint's directory."""
+    tracker: str = "latest"
+    """The file that names the newest committed checkpoint."""
+    tracker_text: str = "{name}"
+    """What stands in it: {name} and {step} are filled in."""
+    keep_last: int = 0
+    """How many of the newest are kept; 0 keeps all."""
+    keep_every: int = 0
+    """Steps that are multiples of this are kept beside the newest; 0: none."""
+    replicas: int = 0
+    """To how many other nodes every memory checkpoint is copied."""
+    replicate_every: int = 1
+    """Only steps that are multiples of this go to other nodes."""
+    parity: int = 0
+    """The size of a parity group: any one node of it can be lost; 0: no parity."""
+    slots: int = 2
+    """Memory slots per part: 1 loses the last checkpoint when a worker dies while copying."""
+    breakpoint: bool = True
+    """Whether the newest complete memory checkpoint goes to storage when a world breaks or ends."""
+
+    def name(self, step: int) -> str:
+        """What the checkpoint of a step is called."""
+        return self.pattern.format(step=step)

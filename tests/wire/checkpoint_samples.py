@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One value of every message about checkpoints; see samples.py."""
+
+from holdfast.model.checkpoint import FileEntry, Holding, Series, Shape, Stored, Version
+from holdfast.protocol import checkpoints as c
+from holdfast.protocol import messages as m
+
+VERSION = Version(lineage=7, step=16777217)
+SHAPE = Shape(world_size=4, shared=True)
+DIRECTORY = "/ckpt"
+HOLDING = Holding(VERSION, SHAPE, "rank-00003", length=1 << 33, digest=0xDEADBEEF, parity=False)
+BLOCK = Holding(VERSION, SHAPE, "parity-1-of-0+4+x", length=4096, digest=-1, parity=True)
+FILE = FileEntry("shared.safetensors", size=1 << 34, digest=0xFFFFFFFF)
+SOURCE = c.Source(
+    asked="rank-00003",
+    part="rank-00001",
+    kind="peer",
+    node_id=5,
+    address="[fd00::1]:29503",
+    digest=3,
+    length=1 << 33,
+)
+
+CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
+    c.SeriesOpen(
+        series=Series(
+            DIRECTORY,
+            pattern="global_step{step}",
+            tracker="latest",
+            tracker_text="{name}",
+            keep_last=3,
+            keep_every=1000,
+            replicas=1,
+            replicate_every=10,
+            parity=4,
+            slots=3,
+            breakpoint=False,
+        ),
+        local_rank=1,
+        rank=3,
+        world_size=4,
+    ),
+    c.SlotReserve(directory=DIRECTORY, part="shared", size=1 << 33),
+    c.SlotAsk(directory=DIRECTORY, part="shared", step=0, size=1 << 33),
+    c.SlotGrant(path="/dev/shm/slot.0", lineage=7),
+    c.SlotsReserved(paths=("/dev/shm/slot.0", "/dev/shm/slot.1")),
+    c.SlotSealed(
+        directory=DIRECTORY,
+        part="shared",
+        version=VERSION,
+        shape=SHAPE,
+        path="/dev/shm/slot.0",
+        persist=True,
+    ),
+    c.RestoreAsk(
+        directory=DIRECTORY,
+        round=3,
+        local_rank=1,
+        prepared=VERSION,
+        problem="the digest differs",
+        tried=VERSION,
+        fresh=True,
+        step=40,
+    ),
+    c.PartsOpen(directory=DIRECTORY, version=VERSION, parts=("shared", "rank-00003")),
+    c.PartsOpened(parts=(c.OpenedPart("rank-00003", "rank-00001", "/dev/shm/slot.1", "peer"),)),
+    c.PartsClose(directory=DIRECTORY),
+    c.PersistWait(directory=DIRECTORY, timeout_s=600.0),
+    c.PersistState(committed=VERSION, problem="the disk is full"),
+    c.StepsRemove(directory=DIRECTORY, steps=(0, 16777217)),
+    c.NodeRestore(
+        directory=DIRECTORY,
+        round=3,
+        holdings=(HOLDING, BLOCK),
+        stored=(Stored(VERSION, SHAPE),),
+        prepared=VERSION,
+        wants=("shared", "rank-00003"),
+        bad=(c.BadCopy(VERSION, "rank-00003", 5, "the digest differs"),),
+        fresh=True,
+        step=40,
+        breakpoint=False,
+        lineage=8,
+    ),
+    c.RestorePlan(
+        version=VERSION,
+        shape=SHAPE,
+        go=True,
+        lineage=8,
+        sources=(SOURCE,),
+        failures_per_s=0.001,
+        notes=("rank-00003 is lost",),
+    ),
+    c.PartsLocate(directory=DIRECTORY, version=VERSION, parts=("rank-00003",)),
+    c.PartsLocated(sources=(SOURCE,)),
+    c.PersistAsk(
+        directory=DIRECTORY, round=3, version=VERSION, shape=SHAPE, parts=("shared", "rank-00003")
+    ),
+    c.PersistPlan(attempt="a1-3-2", parts=("rank-00003",)),
+    c.PartsPersisted(
+        directory=DIRECTORY,
+        version=VERSION,
+        shape=SHAPE,
+        attempt="a1-3-2",
+        parts=("rank-00003",),
+        files=(FILE,),
+        problem="the disk is full",
+    ),
+    c.CommitDone(
+        directory=DIRECTORY, version=VERSION, attempt="a1-3-2", problem="read-only file system"
+    ),
+    c.InventoryTaken(directory=DIRECTORY, number=9, holdings=(HOLDING, BLOCK)),
+    c.FlushAsk(directory=DIRECTORY, holdings=(HOLDING,), committed=VERSION),
+    c.PeersAsk(round=3, replicas=2, parity=4),
+    c.Peers(peers=(c.Peer(5, "10.0.0.5:29503", first_rank=10, nproc=2),)),
+    c.Replicated(directory=DIRECTORY, round=3, version=VERSION),
+    c.InventoryWanted(directory=DIRECTORY, number=9),
+    c.PersistOrder(
+        directory=DIRECTORY,
+        version=VERSION,
+        shape=SHAPE,
+        attempt="a1-3-2",
+        parts=("rank-00003",),
+        reason="the world changed",
+    ),
+    c.CommitOrder(
+        directory=DIRECTORY, version=VERSION, shape=SHAPE, attempt="a1-3-2", files=(FILE,)
+    ),
+    c.VersionSafe(directory=DIRECTORY, version=VERSION),
+    c.PartGet(
+        directory=DIRECTORY,
+        version=VERSION,
+        part="rank-00003",
+        parity=True,
+        offset=1 << 32,
+        size=1 << 33,
+    ),
+    c.PartBytes(holding=HOLDING, size=1 << 33, total=1 << 34),
+    c.PartPut(
+        directory=DIRECTORY,
+        round=3,
+        holding=HOLDING,
+        total=1 << 34,
+        meta_digest=4,
+        block="parity-1-of-0+4+x",
+        stripe_digest=5,
+    ),
+    c.PartWanted(offset=1 << 32),
+)
