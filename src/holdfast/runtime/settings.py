@@ -68,3 +68,52 @@ def runtime_root() -> Path:
     """Where the jobs of this user leave a note of themselves, for `holdfast status`."""
     base = os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(base) / f"holdfast-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlace:
+    """Where this training process stands among the others, as its launcher told it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_world_size: int
+    """How many nodes there are."""
+    round: int
+    """Which start of the workers this is, counted from 1."""
+    meeting_point: str
+    """What the processes of one job have in common and other jobs have not; empty if alone."""
+    launcher: int
+    """The process that starts this one again when it dies; -1 if there is none."""
+
+
+def worker_place(environ: Mapping[str, str] | None = None) -> WorkerPlace:
+    """The place of this process; that of the only one if no launcher said anything."""
+    env = os.environ if environ is None else environ
+    restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    world_size, rank = int(env.get("WORLD_SIZE", "1")), env.get("RANK", "0")
+    return WorkerPlace(
+        rank=int(rank),
+        local_rank=int(env.get("HOLDFAST_LOCAL_RANK", env.get("LOCAL_RANK", rank))),
+        world_size=world_size,
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1"))),
+        group_world_size=int(env.get("GROUP_WORLD_SIZE", "1")),
+        round=int(env.get("HOLDFAST_ROUND", str(restarts + 1))),
+        meeting_point=_meeting_point(env, world_size),
+        launcher=os.getppid() if "TORCHELASTIC_RUN_ID" in env else -1,
+    )
+
+
+def _meeting_point(env: Mapping[str, str], world_size: int) -> str:
+    if "TORCHELASTIC_RUN_ID" in env:
+        # The port of its store may change when torchrun restarts the workers; its process does not.
+        return f"{env['TORCHELASTIC_RUN_ID']}|{os.getppid()}"
+    if world_size > 1:
+        return f"{env.get('MASTER_ADDR', '')}|{env.get('MASTER_PORT', '')}"
+    return ""
+
+
+def memory_dir() -> Path:
+    """Where the memory checkpoints are: a file system in memory, normally /dev/shm."""
+    return Path(os.environ.get("HOLDFAST_MEMORY_DIR") or "/dev/shm")

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared memory of one agent: which slots there are, who may write which, who reads which.
+
+    <root>/<12 hex of the directory>/<part>.<n>          a part of this node
+    <root>/<12 hex of the directory>/<part>@<node>.<n>   kept for another node
+
+The rule that everything rests on: the newest sealed slot of a part is not given away for writing,
+nor is one that somebody has pinned. An arena is used by one thread, the agent's event loop; what
+takes long (allocating, faulting in) is done by a thread of low priority behind it.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from msgspec import Struct
+
+from holdfast.checkpoint import room
+from holdfast.checkpoint.digests import sidecar_path
+from holdfast.checkpoint.prefault import Prefault
+from holdfast.checkpoint.roots import Root
+from holdfast.checkpoint.slots import Slot, SlotMeta, file_size
+from holdfast.model.checkpoint import NONE, Version
+from holdfast.model.errors import RejectedError, StateError
+
+DEAD_AFTER_S = 900.0
+"""What dead agents of other jobs left is removed when it was not touched for so long."""
+
+_PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]*")
+_FILE_NAME = re.compile(r"(?P<part>[A-Za-z0-9_+-]+)(@(?P<node>\d+))?\.(?P<number>\d+)")
+
+
+class PartKey(Struct, frozen=True):
+    """Whose slots: a part of a series, of this node or kept for another."""
+
+    directory: str
+    part: str
+    node: int = -1
+    """The node it is kept for; -1: it is this node's own."""
+
+
+class Held(Struct, frozen=True):
+    """A sealed slot."""
+
+    key: PartKey
+    path: Path
+    meta: SlotMeta
+
+
+class Busy(Struct, frozen=True):
+    """No slot can be had now. Ask again when a pin or a grant is gone, or `retry` is done."""
+
+    why: str
+    retry: "Future[None] | None" = None
+
+
+@dataclass(eq=False)
+class _SlotState:
+    """What the arena knows of one slot file."""
+
+    key: PartKey
+    path: Path
+    size: int
+    allocated: "Future[None]"
+    faulted_in: "Future[None]"
+    meta: SlotMeta | None = None
+    is_granted: bool = False
+    pins: list["Pin"] = field(default_factory=list)
+
+    @property
+    def version(self) -> Version:
+        return NONE if self.meta is None else self.meta.version
+
+    @property
+    def is_free(self) -> bool:
+        return not self.is_granted and not self.pins
+
+    def cost_of_writing(self, size: int) -> tuple[Version, bool, bool, bool]:
+        """The lowest is written first: the oldest; of the empty ones, what fits and is ready."""
+        is_small = self.size < size
+        return self.version, is_small, not self.allocated.done(), not self.faulted_in.done()
+
+
+class Pin:
+    """As long as it is held, nobody gets the slot for writing."""
+
+    def __init__(self, slot: _SlotState, why: str) -> None:
+        self.path = slot.path
+        self.why = why
+        self._slot: _SlotState | None = slot
+        slot.pins.append(self)
+
+    def release(self) -> None:
+        """May be called more than once."""
+        if self._slot is not None:
+            self._slot.pins.remove(self)
+            self._slot = None
+
+    def __enter__(self) -> "Pin":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Arena:
+    """The slots of one agent."""
+
+    def __init__(
+        self, memory_dir: Path, job: str, agent_key: str, *, peer_quota: int | None = None
+    ) -> None:
+        """`peer_quota` limits the bytes that are kept for other nodes; None: only memory does."""
+        self._memory_dir = memory_dir
+        self._peer_quota = peer_quota
+        self._root = Root.take(memory_dir, job, agent_key)
+        self._slots: dict[Path, _SlotState] = {}
+        self._prefault = Prefault()
+        self._number = _highest_number(self._root.path)
+        self._take_over(self._root.path)
+        self._remove_strays()
+
+    @property
+    def root(self) -> Path:
+        return self._root.path
+
+    def reserve(self, key: PartKey, size: int, slots: int) -> tuple[Path, ...]:
+        """Set aside what is missing to `slots` slots with room for `size` bytes of data each.
+
+        Returns the slots that there are, so that workers can map them before they need them.
+        """
+        mine = self._of(key)
+        # What holds something grows when its turn to be written comes.
+        useless = [s for s in mine if s.meta is None and s.is_free and s.size < file_size(size)]
+        missing = slots - len(mine) + len(useless)
+        self._check_room(key, size, missing, freed=sum(slot.size for slot in useless))
+        for slot in useless:
+            self._remove(slot)
+        for _ in range(missing):
+            self._allocate(key, size)
+        return tuple(slot.path for slot in self._of(key))
+
+    def grant(self, key: PartKey, size: int, slots: int) -> Path | Busy:
+        """A slot to write `size` bytes of data to; `sealed` or `give_back` ends the grant."""
+        mine = self._of(key)
+        free = [slot for slot in mine if slot.is_free and self._may_be_lost(slot, slots)]
+        if len(mine) < slots and all(slot.meta is not None for slot in free):
+            self._check_room(key, size, 1)
+            return self._hand_out(self._allocate(key, size))
+        if not free:
+            whys = {pin.why for slot in mine for pin in slot.pins}
+            whys |= {"being written" for slot in mine if slot.is_granted}
+            return Busy(
+                f"all {len(mine)} memory slots of {key.part} are in use ({', '.join(sorted(whys))})"
+            )
+        slot, *others = sorted(free, key=lambda slot: slot.cost_of_writing(file_size(size)))
+        if slot.size < file_size(size):
+            self._check_room(key, size, 1, freed=slot.size)
+            self._remove(slot)
+            slot = self._allocate(key, size)
+        for surplus in others[: max(0, len(mine) - slots)]:
+            self._remove(surplus)
+        return self._hand_out(slot)
+
+    def sealed(self, path: str | Path) -> Held:
+        """The one who had the grant has sealed the slot. StateError when that is not so."""
+        slot = self._known(path)
+        slot.is_granted = False
+        slot.meta = _meta_of(slot.path)
+        if slot.meta is None:
+            raise StateError(f"the memory slot {path} was reported as sealed, but it is not")
+        if (slot.meta.directory, slot.meta.part) != (slot.key.directory, slot.key.part):
+            found, slot.meta = slot.meta, None
+            raise StateError(
+                f"the memory slot {path} is for part {slot.key.part} of {slot.key.directory}, but "
+                f"{found.part} of {found.directory} was written to it"
+            )
+        os.utime(slot.path)
+        return Held(slot.key, slot.path, slot.meta)
+
+    def give_back(self, path: str | Path) -> None:
+        """The one who had the grant is gone, or wants it no more."""
+        slot = self._slots.get(Path(path))
+        if slot is not None and slot.is_granted:
+            slot.is_granted = False
+            slot.meta = _meta_of(slot.path)
+
+    def pin(self, path: str | Path, why: str) -> Pin:
+        """Nobody gets this slot for writing until the pin is released."""
+        return Pin(self._known(path), why)
+
+    def drop(self, path: str | Path) -> None:
+        """Remove a slot: it is damaged, or nobody needs it any more. Refused while it is in use."""
+        slot = self._known(path)
+        if not slot.is_free:
+            raise StateError(f"the memory slot {path} is in use and cannot be removed")
+        self._remove(slot)
+
+    def holdings(self, directory: str | None = None) -> list[Held]:
+        """All sealed slots, of one series or of all, the newest first."""
+        sealed = [
+            Held(slot.key, slot.path, slot.meta)
+            for slot in self._slots.values()
+            if slot.meta is not None and directory in (None, slot.key.directory)
+        ]
+        return sorted(sealed, key=lambda held: held.meta.version, reverse=True)
+
+    def is_ready(self, path: str | Path) -> bool:
+        """Whether all memory of the slot is faulted in."""
+        return self._known(path).faulted_in.done()
+
+    def wait_ready(self, path: str | Path) -> "Future[None]":
+        """Done when all memory of the slot is faulted in."""
+        return self._known(path).faulted_in
+
+    def adopt(self) -> list[Held]:
+        """Take over what dead agents of the same job left on this machine."""
+        before = set(self._slots)
+        for orphan in self._root.orphans():
+            self._take_over(orphan.path)
+            orphan.remove()
+        return [held for held in self.holdings() if held.path not in before]
+
+    def sweep(self, idle_s: float = DEAD_AFTER_S) -> list[Path]:
+        """Remove what dead agents of other jobs left; what they were."""
+        removed = []
+        for dead in self._root.dead(idle_s):
+            removed.append(dead.path)
+            dead.remove()
+        return removed
+
+    def close(self, unlink: bool = True) -> None:
+        """End. Without `unlink` the slots stay, for an agent of the same job to adopt."""
+        self._prefault.close()
+        self._slots.clear()
+        if unlink:
+            self._root.remove()
+        else:
+            self._root.release()
+
+    def _of(self, key: PartKey) -> list[_SlotState]:
+        return [slot for slot in self._slots.values() if slot.key == key]
+
+    def _known(self, path: str | Path) -> _SlotState:
+        slot = self._slots.get(Path(path))
+        if slot is None:
+            raise StateError(f"there is no memory slot {path}")
+        return slot
+
+    def _may_be_lost(self, slot: _SlotState, slots: int) -> bool:
+        """Whether something newer, or as good as we can have, stays when this is overwritten."""
+        if slot.meta is None or slots == 1:
+            return True
+        others = [other for other in self._of(slot.key) if other is not slot]
+        sealed = [other for other in others if other.meta is not None]
+        is_newest = all(other.version < slot.version for other in sealed)
+        return not is_newest or (len(others) + 1 >= slots and len(sealed) > 0 and self._stuck(slot))
+
+    def _stuck(self, newest: _SlotState) -> bool:
+        """Whether the newest is the only slot of its part that nobody uses."""
+        return not any(other.is_free for other in self._of(newest.key) if other is not newest)
+
+    def _hand_out(self, slot: _SlotState) -> Path | Busy:
+        if not slot.allocated.done():
+            return Busy(f"memory for {slot.key.part} is being set aside", slot.allocated)
+        try:
+            slot.allocated.result()
+        except OSError as exc:
+            self._remove(slot)
+            raise self._no_memory(slot.key, slot.size, exc) from exc
+        slot.is_granted = True
+        slot.meta = None
+        # The same version may be written again, with other bytes.
+        sidecar_path(slot.path).unlink(missing_ok=True)
+        os.utime(slot.path)
+        return slot.path
+
+    def _no_memory(self, key: PartKey, size: int, why: OSError) -> RejectedError:
+        return RejectedError(
+            f"{room.in_words(size)} of memory for {key.part} could not be set aside "
+            f"in {self._memory_dir}: {why.strerror}"
+        )
+
+    def _allocate(self, key: PartKey, size: int) -> _SlotState:
+        if not _PART_NAME.fullmatch(key.part):
+            raise RejectedError(f"a part cannot be called {key.part!r}")
+        path = self._new_path(key)
+        try:
+            allocated, faulted_in = self._prefault.create(path, file_size(size))
+        except OSError as exc:
+            raise self._no_memory(key, size, exc) from exc
+        slot = _SlotState(key, path, file_size(size), allocated, faulted_in)
+        self._slots[path] = slot
+        return slot
+
+    def _new_path(self, key: PartKey) -> Path:
+        """Always a new one: who has mapped a removed slot never takes another for it."""
+        self._number += 1
+        owner = "" if key.node < 0 else f"@{key.node}"
+        folder = self._root.path / hashlib.sha256(key.directory.encode()).hexdigest()[:12]
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / f"{key.part}{owner}.{self._number}"
+
+    def _remove(self, slot: _SlotState) -> None:
+        del self._slots[slot.path]
+        slot.path.unlink(missing_ok=True)
+        sidecar_path(slot.path).unlink(missing_ok=True)
+
+    def _remove_strays(self) -> None:
+        """What a dead agent left in our own root and what is no sealed slot."""
+        for path in self._root.path.glob("*/*"):
+            if path not in self._slots and path.with_suffix("") not in self._slots:
+                path.unlink()
+
+    def _check_room(self, key: PartKey, size: int, count: int, freed: int = 0) -> None:
+        """RejectedError unless `count` more slots can be had once `freed` bytes are gone."""
+        if count <= 0:
+            return
+        limits = [room.tightest(self._memory_dir)]
+        if key.node >= 0 and self._peer_quota is not None:
+            kept = sum(slot.size for slot in self._slots.values() if slot.key.node >= 0)
+            left = max(0, self._peer_quota - kept)
+            limits.append(room.Room("the quota for other nodes", self._peer_quota, left))
+        pending = sum(_not_yet_taken(slot) for slot in self._slots.values())
+        # The quota counts what is pending already.
+        lefts = [
+            limit.available + freed - (pending if limit is limits[0] else 0) for limit in limits
+        ]
+        left, limit = min(zip(lefts, limits, strict=True), key=lambda pair: pair[0])
+        if count * file_size(size) > left:
+            raise RejectedError(
+                f"no memory for part {key.part}: {count} more slots of "
+                f"{room.in_words(file_size(size))} are needed, {room.in_words(max(0, left))} can "
+                f"be had ({limit.limit} is {room.in_words(limit.total)})"
+            )
+
+    def _take_over(self, root: Path) -> None:
+        """Make the sealed slots of a dead agent ours, with their digests."""
+        for path in sorted(root.glob("*/*")):
+            meta, name = _meta_of(path), _FILE_NAME.fullmatch(path.name)
+            if meta is None or name is None or name["part"] != meta.part:
+                continue
+            key = PartKey(meta.directory, meta.part, int(name["node"] or -1))
+            place = self._new_path(key)
+            path.rename(place)
+            with contextlib.suppress(FileNotFoundError):
+                sidecar_path(path).rename(sidecar_path(place))
+            done: Future[None] = Future()
+            done.set_result(None)
+            self._slots[place] = _SlotState(key, place, place.stat().st_size, done, done, meta)
+
+
+def _highest_number(root: Path) -> int:
+    names = [_FILE_NAME.fullmatch(path.name) for path in root.glob("*/*")]
+    return max((int(name["number"]) for name in names if name is not None), default=0)
+
+
+def _not_yet_taken(slot: _SlotState) -> int:
+    """Bytes that a slot will still take from what is free now."""
+    if slot.allocated.done():
+        return 0
+    return max(0, slot.size - slot.path.stat().st_blocks * 512)
+
+
+def _meta_of(path: Path) -> SlotMeta | None:
+    """What is sealed in the file; None when nothing is, or it is no slot."""
+    try:
+        with Slot.open(path, writable=False) as slot:
+            return slot.read()
+    except StateError:
+        return None

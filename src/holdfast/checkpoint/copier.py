@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies memory with several threads, now or in the background.
+
+The tasks of a job are cut into turns of about 16 MiB: few enough for Python to hand out, small
+enough for the threads to end together. Whoever waits for a job helps with it: a thread that would
+only block is a thread that can copy.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
+
+from holdfast.checkpoint.memory import low_priority
+from holdfast.model.errors import TimedOutError
+
+__all__ = ["Copier", "Copy", "CopyJob", "Task", "low_priority"]
+
+TURN_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """So many bytes from one address to another; both stay valid until the job is over."""
+
+    source_address: int
+    target_address: int
+    length: int
+
+
+Task = Copy | Callable[[], None]
+"""What is not a run of bytes (a strided tensor) copies itself when called."""
+
+_Turn = list[tuple[int, int, int]] | Callable[[], None]
+"""Either (target, source, length) of some copies, or one callable."""
+
+
+class CopyJob:
+    """Tasks under way. They are taken up in order, so that the first are done first."""
+
+    def __init__(self, tasks: Sequence[Task], keep: object = None) -> None:
+        self._keep = keep
+        self._turns, self._last_turn_of = _cut(tasks)
+        self._change = threading.Condition()
+        self._taken = 0
+        self._finished: set[int] = set()
+        self._done_turns = 0
+        self._is_stopped = False
+        self._futures: list[Future[None]] = []
+
+    def attach(self, pool: ThreadPoolExecutor, threads: int) -> None:
+        """Let this many threads of the pool work on the job."""
+        self._futures += [pool.submit(self.work) for _ in range(min(threads, len(self._turns)))]
+
+    def work(self, deadline: float | None = None, up_to_turn: int | None = None) -> None:
+        """Copy in this thread until nothing is left to take up."""
+        end = len(self._turns) if up_to_turn is None else up_to_turn
+        while deadline is None or time.monotonic() < deadline:
+            with self._change:
+                if self._is_stopped or self._taken >= end:
+                    return
+                number = self._taken
+                self._taken += 1
+            is_done = False
+            try:
+                _perform(self._turns[number])
+                is_done = True
+            finally:
+                self._report(number, is_done)
+
+    def done_before(self, index: int) -> bool:
+        """Whether all tasks before this one are done."""
+        with self._change:
+            return self._done_turns >= self._turns_before(index)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until all is done, helping. Raises what a task raised; TimedOutError if it takes longer.
+
+        After either, some copies may be missing, but none is under way once `stop` has returned.
+        """
+        self.wait_before(len(self._last_turn_of), timeout_s)
+
+    def wait_before(self, index: int, timeout_s: float) -> None:
+        """Until all tasks before this one are done; otherwise like `wait`."""
+        deadline = time.monotonic() + timeout_s
+        turns = self._turns_before(index)
+        self.work(deadline, turns)
+        with self._change:
+            self._change.wait_for(
+                lambda: self._done_turns >= turns or self._is_stopped,
+                max(0.0, deadline - time.monotonic()),
+            )
+            is_done, is_stopped = self._done_turns >= turns, self._is_stopped
+        if is_done:
+            return
+        if is_stopped:
+            self._raise_what_happened(max(0.0, deadline - time.monotonic()))
+        raise TimedOutError(
+            f"a copy of memory was not done within {timeout_s:g} s: "
+            f"{self._done_turns} of {turns} turns are"
+        )
+
+    def stop(self, timeout_s: float) -> None:
+        """Begin nothing more, and wait for what is under way (at most a turn of each thread)."""
+        with self._change:
+            self._is_stopped = True
+            self._change.notify_all()
+        if wait_for_futures(self._futures, timeout_s).not_done:
+            raise TimedOutError(f"a copy of memory did not stop within {timeout_s:g} s")
+
+    def _turns_before(self, index: int) -> int:
+        return self._last_turn_of[index - 1] + 1 if index > 0 else 0
+
+    def _report(self, number: int, is_done: bool) -> None:
+        with self._change:
+            if is_done:
+                self._finished.add(number)
+                while self._done_turns in self._finished:
+                    self._finished.remove(self._done_turns)
+                    self._done_turns += 1
+            else:
+                self._is_stopped = True
+            if self._done_turns == len(self._turns):
+                self._keep = None
+            self._change.notify_all()
+
+    def _raise_what_happened(self, timeout_s: float) -> None:
+        for future in wait_for_futures(self._futures, timeout_s).done:
+            future.result()
+        raise TimedOutError("a copy of memory was stopped before it was done")
+
+
+def _cut(tasks: Sequence[Task]) -> tuple[list[_Turn], list[int]]:
+    """The turns, and for each task the number of the last turn that belongs to it."""
+    turns: list[_Turn] = []
+    last_turn_of: list[int] = []
+    gathered: list[tuple[int, int, int]] = []
+    room = 0
+    for task in tasks:
+        if not isinstance(task, Copy):
+            turns.append(task)
+            last_turn_of.append(len(turns) - 1)
+            room = 0
+            continue
+        source, target, left = task.source_address, task.target_address, task.length
+        while left > 0:
+            if room == 0:
+                gathered, room = [], TURN_BYTES
+                turns.append(gathered)
+            size = min(left, room)
+            gathered.append((target, source, size))
+            source, target, left, room = source + size, target + size, left - size, room - size
+        last_turn_of.append(len(turns) - 1)
+    return turns, last_turn_of
+
+
+def _perform(turn: _Turn) -> None:
+    if callable(turn):
+        turn()
+        return
+    for target, source, length in turn:
+        ctypes.memmove(target, source, length)  # It lets go of Python's lock meanwhile.
+
+
+class Copier:
+    """The threads that copy: made at the first use, and anew in a forked child."""
+
+    def __init__(self, threads: int, background_threads: int = 1) -> None:
+        self._threads = threads
+        self._background_threads = background_threads
+        # By process: a forked child inherits this object, but not the threads. No lock either,
+        # as it could be held by one of them.
+        self._pools: dict[tuple[int, str], ThreadPoolExecutor] = {}
+
+    def run(self, tasks: Sequence[Task], timeout_s: float) -> None:
+        """Copy everything now, with all threads and the caller's."""
+        job = CopyJob(tasks)
+        if self._threads > 1:
+            job.attach(self._pool("copy", self._threads - 1), self._threads - 1)
+        try:
+            job.wait(timeout_s)
+        finally:
+            job.stop(timeout_s)
+
+    def start(self, tasks: Sequence[Task], keep: object = None) -> CopyJob:
+        """Copy in the background; `keep` is kept alive until all is done."""
+        job = CopyJob(tasks, keep)
+        threads = self._background_threads
+        job.attach(self._pool("background-copy", threads), threads)
+        return job
+
+    def close(self) -> None:
+        """End the threads once their jobs are over."""
+        for (pid, _), pool in self._pools.items():
+            if pid == os.getpid():
+                pool.shutdown()
+        self._pools = {}
+
+    def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
+        # One that loses a race for the place has started no thread yet.
+        return self._pools.setdefault((os.getpid(), name), ThreadPoolExecutor(threads, name))

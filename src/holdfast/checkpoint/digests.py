@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests: whether bytes are still those that were saved.
+
+A digest is a CRC-32C over the little-endian CRC-32Cs of the chunks of 16 MiB, in order. So chunks
+can be checked by several threads, and while they are written or received. Nobody has to hold back
+an attacker here: whoever can change a slot or a file can change its digest too.
+
+The digests of a slot stand beside it in `<slot>.crc`: the worker has no time for them when it
+saves, so the agent computes them afterwards, and a later agent still finds them.
+"""
+
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+
+import msgspec
+from crc32c import crc32c
+from msgspec import Struct
+
+from holdfast.checkpoint.slots import Slot, SlotMeta
+from holdfast.model.checkpoint import Version
+
+CHUNK = 16 * 1024 * 1024
+
+
+def combine(chunk_crcs: Iterable[int]) -> int:
+    """The digest of bytes whose chunks have these CRC-32Cs."""
+    return int(crc32c(b"".join(struct.pack("<I", crc) for crc in chunk_crcs)))
+
+
+def chunks_of(length: int) -> Iterator[tuple[int, int]]:
+    """(offset, size) of every chunk of bytes of this length."""
+    for offset in range(0, length, CHUNK):
+        yield offset, min(CHUNK, length - offset)
+
+
+def digest_of(buffer: bytes | bytearray | memoryview, pool: Executor | None = None) -> int:
+    """The digest of the buffer; its chunks are shared out to the pool's threads if there is one."""
+    view = memoryview(buffer).cast("B")
+    chunks = [view[offset : offset + size] for offset, size in chunks_of(len(view))]
+    try:
+        return combine((map if pool is None else pool.map)(crc32c, chunks))
+    finally:
+        for chunk in chunks:
+            chunk.release()
+
+
+class Digest:
+    """A digest in the making: add the chunks' CRC-32Cs in order, or the bytes as they come."""
+
+    def __init__(self) -> None:
+        self._crcs: list[int] = []
+        self._open_crc = 0
+        self._open_length = 0
+
+    def add(self, chunk_crc: int) -> None:
+        """The CRC-32C of the next whole chunk, or of the shorter last one."""
+        self._crcs.append(chunk_crc)
+
+    def update(self, piece: bytes | bytearray | memoryview) -> None:
+        """The next bytes, of any length."""
+        view = memoryview(piece).cast("B")
+        while len(view) > 0:
+            taken = view[: CHUNK - self._open_length]
+            self._open_crc = crc32c(taken, self._open_crc)
+            self._open_length += len(taken)
+            view = view[len(taken) :]
+            if self._open_length == CHUNK:
+                self._crcs.append(self._open_crc)
+                self._open_crc = self._open_length = 0
+
+    def result(self) -> int:
+        """The digest of everything so far."""
+        return combine([*self._crcs, self._open_crc] if self._open_length else self._crcs)
+
+
+class Sidecar(Struct, frozen=True):
+    """The digests of what a slot held when they were computed."""
+
+    version: Version
+    data: int
+    """Of the slot's data as a whole."""
+    files: dict[str, int]
+    """By the names of the files."""
+
+
+def compute_sidecar(slot: Slot, meta: SlotMeta, pool: Executor | None = None) -> Sidecar:
+    """Read all of the slot's data. The caller sees to it that nobody writes meanwhile (a pin)."""
+    return Sidecar(
+        version=meta.version,
+        data=digest_of(slot.data[: meta.data_length], pool),
+        files={file.name: digest_of(slot.file(file.name), pool) for file in meta.files},
+    )
+
+
+def sidecar_path(slot_path: str | Path) -> Path:
+    """Where the digests of a slot are."""
+    return Path(f"{slot_path}.crc")
+
+
+def write_sidecar(path: str | Path, sidecar: Sidecar) -> None:
+    """Put the digests of the slot at `path` beside it, in one move."""
+    packed = msgspec.msgpack.encode(sidecar)
+    place = sidecar_path(path)
+    # By thread: two that compute the same digest must not take each other's draft away.
+    draft = Path(f"{place}.{threading.get_ident()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(struct.pack("<I", crc32c(packed)) + packed)
+    os.rename(draft, place)
+
+
+def read_sidecar(path: str | Path) -> Sidecar | None:
+    """The digests beside the slot at `path`; None if there are none, or none that can be read."""
+    try:
+        image = sidecar_path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    packed = image[4:]
+    if len(image) < 4 or struct.unpack("<I", image[:4]) != (crc32c(packed),):
+        return None
+    try:
+        return msgspec.msgpack.decode(packed, type=Sidecar)
+    except msgspec.MsgspecError:
+        return None

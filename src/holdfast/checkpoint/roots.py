@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose shared memory is whose: a directory per agent, locked for as long as the agent lives.
+
+    <memory dir>/holdfast-<uid>/<job>/<agent>/lock, and the agent's slots beside it
+
+The kernel drops the lock when the agent dies, whatever it died of. A directory whose lock is free
+is an orphan: an agent of the same job adopts what is in it, one of another job only removes it,
+and only after nothing has touched it for a while.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.model.errors import StateError
+
+_LOCK = "lock"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_TRIES_MAX = 100
+
+
+class Root:
+    """A locked directory. Only who holds it may touch what is in it."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def take(cls, memory_dir: Path, job: str, agent_key: str) -> "Root":
+        """Make the agent's directory, or take over that of a dead agent of the same key."""
+        user_dir = memory_dir / f"holdfast-{os.getuid()}"
+        path = user_dir / safe_name(job) / safe_name(agent_key)
+        for _ in range(_TRIES_MAX):
+            with contextlib.suppress(FileNotFoundError):
+                # Somebody who clears away may remove any of these before the lock is ours.
+                for directory in (user_dir, path.parent, path):
+                    _make_private(directory)
+                root = cls._lock(path)
+                if root is not None:
+                    return root
+                if path.exists():
+                    raise StateError(
+                        f"the memory in {path} belongs to another agent that is still running"
+                    )
+        raise StateError(f"the memory directory {path} is removed again and again by others")
+
+    @classmethod
+    def _lock(cls, path: Path) -> "Root | None":
+        """None when somebody else has the lock, or removed the directory in the meantime."""
+        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(path / _LOCK).st_ino != os.fstat(fd).st_ino:
+                raise FileNotFoundError(path)
+        except (BlockingIOError, FileNotFoundError):
+            os.close(fd)
+            return None
+        return cls(path, fd)
+
+    def orphans(self) -> Iterator["Root"]:
+        """Directories that dead agents of this job left, each locked for the caller."""
+        yield from self._free_in(self.path.parent)
+
+    def dead(self, idle_s: float) -> Iterator["Root"]:
+        """Directories of other jobs of this user whose agents died at least `idle_s` ago."""
+        os.utime(self._lock_fd)
+        now = os.fstat(self._lock_fd).st_mtime
+        for job_dir in _directories(self.path.parent.parent):
+            if job_dir == self.path.parent:
+                continue
+            for root in self._free_in(job_dir):
+                if now - _last_touched(root.path) >= idle_s:
+                    yield root
+                else:
+                    root.release()
+            _remove_if_empty(job_dir)
+
+    def _free_in(self, job_dir: Path) -> Iterator["Root"]:
+        for path in _directories(job_dir):
+            with contextlib.suppress(FileNotFoundError):
+                root = self._lock(path) if path != self.path else None
+                if root is not None:
+                    yield root
+
+    def release(self) -> None:
+        """Give the directory up and leave it for others to adopt."""
+        os.close(self._lock_fd)
+
+    def remove(self) -> None:
+        """Delete the directory and everything in it; whoever has mapped a slot keeps its memory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+        _remove_if_empty(self.path.parent)
+        _remove_if_empty(self.path.parent.parent)
+
+
+def safe_name(text: str) -> str:
+    """A file name for this text, and for no other."""
+    if _PLAIN_NAME.fullmatch(text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:40] + "+"
+
+
+def _make_private(directory: Path) -> None:
+    """A directory that is ours alone: shared memory has a place where everybody may write."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StateError(f"{directory} is not a directory of this user: somebody else put it there")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        directory.chmod(0o700)
+
+
+def _directories(parent: Path) -> list[Path]:
+    try:
+        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+    except FileNotFoundError:
+        return []
+
+
+def _last_touched(path: Path) -> float:
+    times = [path.stat().st_mtime]
+    for inner in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(inner.lstat().st_mtime)
+    return max(times)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()

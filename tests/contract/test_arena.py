@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets which slot, what is never overwritten, and what becomes of the memory of the dead."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.arena import Arena, Busy, Held, PartKey
+from holdfast.checkpoint.digests import compute_sidecar, read_sidecar, sidecar_path, write_sidecar
+from holdfast.checkpoint.room import limits_of_group, tightest
+from holdfast.checkpoint.roots import safe_name
+from holdfast.checkpoint.slots import Slot, SlotMeta, file_size, lay_out
+from holdfast.model.checkpoint import Shape, Version
+from holdfast.model.errors import RejectedError, StateError
+
+MIB = 1024 * 1024
+SIZE = 100_000
+KEY = PartKey("/ckpt", "shared")
+READY_S = 20.0
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """Real shared memory; the name lets the check at the end of the run find what is left."""
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def arena(memory: Path) -> Iterator[Arena]:
+    opened = Arena(memory, "cats", "node-0")
+    yield opened
+    opened.close()
+
+
+def fill(path: Path, step: int, key: PartKey = KEY, size: int = SIZE, lineage: int = 1) -> None:
+    """What a worker does with a grant."""
+    version = Version(lineage, step)
+    files, _ = lay_out([("f", size)])
+    with Slot.open(path, writable=True) as slot:
+        slot.begin(version)
+        slot.data[:size] = bytes([step % 256]) * size
+        slot.seal(SlotMeta(key.directory, key.part, version, Shape(1, True), files))
+
+
+def save(arena: Arena, step: int, slots: int = 2, key: PartKey = KEY, size: int = SIZE) -> Held:
+    path = granted(arena, size, slots, key)
+    fill(path, step, key, size)
+    return arena.sealed(path)
+
+
+def granted(arena: Arena, size: int, slots: int, key: PartKey = KEY) -> Path:
+    """A grant, as soon as there is memory for it."""
+    answer = arena.grant(key, size, slots)
+    while isinstance(answer, Busy):
+        assert answer.retry is not None, answer.why
+        assert "being set aside" in answer.why
+        answer.retry.exception(READY_S)
+        answer = arena.grant(key, size, slots)
+    return answer
+
+
+def steps(arena: Arena, directory: str = "/ckpt") -> list[int]:
+    return [held.meta.version.step for held in arena.holdings(directory)]
+
+
+# ---- grants -----------------------------------------------------------------
+
+
+def test_the_newest_sealed_slot_is_never_given_away(arena: Arena) -> None:
+    """The prior art copies into its only buffer: a death while copying loses the checkpoint."""
+    for step in range(10):
+        path = arena.grant(KEY, SIZE, 2)
+        assert isinstance(path, Path)
+        assert step - 1 in steps(arena) or step == 0
+        fill(path, step)
+        arena.sealed(path)
+    assert steps(arena) == [9, 8]
+
+
+def test_three_slots_keep_two_while_one_is_written(arena: Arena) -> None:
+    for step in range(5):
+        save(arena, step, slots=3)
+    arena.grant(KEY, SIZE, 3)
+    assert steps(arena) == [4, 3]
+
+
+def test_one_slot_is_overwritten_by_explicit_setting(arena: Arena) -> None:
+    first = save(arena, 1, slots=1)
+    second = save(arena, 2, slots=1)
+    assert second.path == first.path
+    assert steps(arena) == [2]
+
+
+def test_the_newest_is_the_higher_lineage_not_the_higher_step(arena: Arena) -> None:
+    """After a rollback the prior art takes the abandoned future for the newest state."""
+    save(arena, 100)
+    path = arena.grant(KEY, SIZE, 2)
+    assert isinstance(path, Path)
+    fill(path, 50, lineage=2)
+    arena.sealed(path)
+    assert steps(arena) == [50, 100]
+    save(arena, 51)
+    assert 50 in steps(arena)
+
+
+def test_a_pinned_slot_is_not_given_away(arena: Arena) -> None:
+    """The prior art's saver reads the buffer while the next save writes it."""
+    old, new = save(arena, 1), save(arena, 2)
+    with arena.pin(old.path, "on its way to storage"):
+        path = arena.grant(KEY, SIZE, 2)
+        # Only the newest is left, and an older whole one stays.
+        assert path == new.path
+        arena.give_back(new.path)
+        with arena.pin(new.path, "being copied to node 3"):
+            busy = arena.grant(KEY, SIZE, 2)
+            assert isinstance(busy, Busy)
+            assert "being copied to node 3, on its way to storage" in busy.why
+    assert arena.grant(KEY, SIZE, 2) == old.path
+
+
+def test_the_only_sealed_slot_is_kept_while_the_other_is_written(arena: Arena) -> None:
+    save(arena, 1)
+    assert isinstance(arena.grant(KEY, SIZE, 2), Path)
+    busy = arena.grant(KEY, SIZE, 2)
+    assert isinstance(busy, Busy)
+    assert "being written" in busy.why
+    assert steps(arena) == [1]
+
+
+def test_a_pin_is_released_once(arena: Arena) -> None:
+    held = save(arena, 1)
+    one, two = arena.pin(held.path, "a"), arena.pin(held.path, "b")
+    one.release()
+    one.release()
+    with pytest.raises(StateError, match="in use"):
+        arena.drop(held.path)
+    two.release()
+    arena.drop(held.path)
+    assert steps(arena) == []
+    assert not held.path.exists()
+
+
+def test_a_dead_worker_s_slot_is_free_again(arena: Arena) -> None:
+    save(arena, 1)
+    path = arena.grant(KEY, SIZE, 2)
+    assert isinstance(path, Path)
+    with Slot.open(path, writable=True) as slot:
+        slot.begin(Version(1, 2))
+    arena.give_back(path)
+    assert steps(arena) == [1]
+    assert arena.grant(KEY, SIZE, 2) == path
+
+
+def test_a_grant_that_was_not_used_loses_nothing(arena: Arena) -> None:
+    save(arena, 1)
+    save(arena, 2)
+    path = arena.grant(KEY, SIZE, 2)
+    assert isinstance(path, Path)
+    arena.give_back(path)
+    assert steps(arena) == [2, 1]
+
+
+def test_what_is_not_sealed_cannot_be_reported_as_sealed(arena: Arena) -> None:
+    path = arena.grant(KEY, SIZE, 2)
+    assert isinstance(path, Path)
+    with pytest.raises(StateError, match="reported as sealed, but it is not"):
+        arena.sealed(path)
+    with pytest.raises(StateError, match="no memory slot"):
+        arena.sealed("/dev/shm/other")
+
+
+def test_a_slot_of_one_part_does_not_take_another(arena: Arena) -> None:
+    path = arena.grant(KEY, SIZE, 2)
+    assert isinstance(path, Path)
+    fill(path, 1, PartKey("/other", "rank-00001"))
+    with pytest.raises(StateError, match="shared of /ckpt, but rank-00001 of /other"):
+        arena.sealed(path)
+    assert arena.holdings() == []
+
+
+def test_old_digests_go_when_a_slot_is_written_again(arena: Arena) -> None:
+    held = save(arena, 1, slots=1)
+    with Slot.open(held.path, writable=False) as slot:
+        write_sidecar(held.path, compute_sidecar(slot, held.meta))
+    arena.grant(KEY, SIZE, 1)
+    assert read_sidecar(held.path) is None
+
+
+def test_a_larger_state_gets_larger_slots_and_loses_nothing(arena: Arena) -> None:
+    """The prior art freezes the layout at the first save."""
+    save(arena, 1)
+    save(arena, 2)
+    for step, size in ((3, 300_000), (4, 500_000), (5, 70_000), (6, 2 * MIB)):
+        path = granted(arena, size, 2)
+        assert step - 1 in steps(arena)
+        fill(path, step, size=size)
+        arena.sealed(path)
+    assert steps(arena) == [6, 5]
+    assert len(list(arena.root.glob("*/shared.*"))) == 2
+
+
+def test_a_smaller_setting_gives_memory_back(arena: Arena) -> None:
+    for step in range(4):
+        save(arena, step, slots=4)
+    save(arena, 4, slots=2)
+    assert steps(arena) == [4, 3]
+    assert len(list(arena.root.glob("*/shared.*"))) == 2
+
+
+def test_parts_and_directories_do_not_mix(arena: Arena) -> None:
+    save(arena, 1)
+    save(arena, 2, key=PartKey("/ckpt", "rank-00000"))
+    save(arena, 3, key=PartKey("/ckpt", "rank-00000", node=7))
+    save(arena, 4, key=PartKey("/elsewhere", "shared"))
+    assert steps(arena) == [3, 2, 1]
+    assert steps(arena, "/elsewhere") == [4]
+    assert len(arena.holdings()) == 4
+
+
+@pytest.mark.parametrize("part", ["../x", "a/b", "a@1", "a.1", ""])
+def test_a_part_cannot_leave_the_arena_by_its_name(arena: Arena, part: str) -> None:
+    with pytest.raises(RejectedError, match="cannot be called"):
+        arena.grant(PartKey("/ckpt", part), SIZE, 2)
+
+
+# ---- faulting in ------------------------------------------------------------
+
+
+def test_reserved_slots_become_ready_in_the_background(arena: Arena) -> None:
+    paths = arena.reserve(KEY, 30 * MIB, 2)
+    assert len(paths) == 2
+    for path in paths:
+        arena.wait_ready(path).result(READY_S)
+        assert arena.is_ready(path)
+        assert path.stat().st_blocks * 512 >= 30 * MIB
+    assert arena.reserve(KEY, 30 * MIB, 2) == paths
+    assert arena.grant(KEY, 30 * MIB, 2) in paths
+
+
+def test_ready_memory_is_preferred(arena: Arena) -> None:
+    (first,) = arena.reserve(KEY, 5 * MIB, 1)
+    arena.wait_ready(first).result(READY_S)
+    arena.reserve(KEY, 5 * MIB, 3)
+    assert arena.grant(KEY, 5 * MIB, 3) == first
+
+
+def test_a_slot_can_be_written_while_it_is_faulted_in(arena: Arena) -> None:
+    size = 40 * MIB
+    (path,) = arena.reserve(KEY, size, 1)
+    save(arena, 77, slots=1, size=size)
+    arena.wait_ready(path).result(READY_S)
+    with Slot.open(path, writable=False) as slot:
+        assert bytes(slot.file("f")) == bytes([77]) * size
+
+
+def test_closing_stops_faulting_in_and_leaves_nothing(memory: Path) -> None:
+    arena = Arena(memory, "cats", "node-0")
+    arena.reserve(KEY, 200 * MIB, 3)
+    arena.close()
+    assert list(memory.iterdir()) == []
+
+
+# ---- room -------------------------------------------------------------------
+
+
+def test_too_little_memory_is_said_with_the_sizes_and_the_limit(arena: Arena) -> None:
+    save(arena, 1)
+    with pytest.raises(
+        RejectedError,
+        match=r"no memory for part shared: 1 more slots of 1024.0 GiB .* can be had \(the .* is ",
+    ):
+        arena.reserve(KEY, 1 << 40, 2)
+    with pytest.raises(RejectedError, match="no memory for part shared"):
+        arena.grant(KEY, 1 << 40, 2)
+    assert steps(arena) == [1], "what was there is still there"
+    save(arena, 2)
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    if os.getuid() != 0:
+        pytest.skip("only root may mount")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=20m,mode=1777", "holdfast-test", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("this place does not let root mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_small_file_system_is_a_limit(small_memory: Path) -> None:
+    """The prior art creates the segment anyway; the worker dies of SIGBUS at the first write."""
+    arena = Arena(small_memory, "cats", "node-0")
+    assert tightest(small_memory).limit == f"the size of {small_memory}"
+    save(arena, 1, size=5 * MIB)
+    save(arena, 2, size=5 * MIB)
+    with pytest.raises(RejectedError, match=rf"the size of {small_memory} is 20.0 MiB"):
+        arena.grant(PartKey("/ckpt", "rank-00000"), 10 * MIB, 2)
+    with pytest.raises(RejectedError, match=r"more slots of 16\.1 MiB are needed"):
+        arena.grant(KEY, 16 * MIB, 2)
+    assert steps(arena) == [2, 1]
+    # The slot that is replaced counts as free.
+    save(arena, 3, size=12 * MIB)
+    assert steps(arena) == [3, 2]
+    arena.close()
+
+
+def test_memory_that_others_took_meanwhile_is_a_clear_error(small_memory: Path) -> None:
+    arena = Arena(small_memory, "cats", "node-0")
+    other = small_memory / "other"
+    with other.open("wb") as file, ExitStack() as stack:
+        stack.callback(arena.close)
+        # Sparse: when it grows under our feet, what was free at the check is not any more.
+        (path,) = arena.reserve(KEY, 17 * MIB, 1)
+        with suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, 18 * MIB)
+        problem = arena.wait_ready(path).exception(READY_S)
+        if problem is None:  # We were faster.
+            save(arena, 1, slots=1, size=17 * MIB)
+            return
+        with pytest.raises(RejectedError, match=r"17.1 MiB of memory for shared .* No space left"):
+            arena.grant(KEY, 17 * MIB, 1)
+        other.unlink()
+        os.ftruncate(file.fileno(), 0)
+        save(arena, 2, slots=1, size=17 * MIB)
+
+
+def test_the_quota_for_other_nodes_is_kept(memory: Path) -> None:
+    arena = Arena(memory, "cats", "node-0", peer_quota=3 * file_size(SIZE))
+    for node in range(3):
+        save(arena, 1, key=PartKey("/ckpt", "rank-00000", node), slots=1)
+    with pytest.raises(RejectedError, match="the quota for other nodes is"):
+        arena.grant(PartKey("/ckpt", "rank-00000", 3), SIZE, 1)
+    save(arena, 1)
+    save(arena, 2, key=PartKey("/ckpt", "rank-00000", 0), slots=1)
+    arena.close()
+
+
+def test_control_groups_of_both_versions_are_limits(tmp_path: Path) -> None:
+    group = tmp_path / "a" / "b"
+    group.mkdir(parents=True)
+    (tmp_path / "a" / "memory.max").write_text("4294967296\n")
+    (tmp_path / "a" / "memory.current").write_text("1073741824\n")
+    (tmp_path / "a" / "memory.stat").write_text("anon 5\ninactive_file 1048576\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("5\n")
+    (room,) = limits_of_group(tmp_path, "/a/b")
+    assert (room.total, room.available) == (4 << 30, (3 << 30) + MIB - 256 * MIB)
+
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("17179869184\n")
+    (old / "memory.usage_in_bytes").write_text("0\n")
+    (tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "memory.usage_in_bytes").write_text("5\n")
+    (room,) = limits_of_group(tmp_path, "/old")
+    assert room.available == (16 << 30) - int((16 << 30) * 0.05)
+    assert "control group" in room.limit
+
+
+# ---- whose memory -----------------------------------------------------------
+
+
+def test_memory_is_private_and_gone_at_the_end(memory: Path) -> None:
+    arena = Arena(memory, "cats", "node-0")
+    held = save(arena, 1)
+    places = [held.path, *held.path.relative_to(memory).parents][:-1]
+    for place in places:
+        found = memory / place
+        assert found.stat().st_mode & 0o777 == (0o600 if found.is_file() else 0o700)
+    assert (arena.root / "lock").stat().st_mode & 0o777 == 0o600
+    arena.close()
+    assert list(memory.iterdir()) == []
+
+
+def test_a_directory_that_somebody_else_prepared_is_refused(memory: Path) -> None:
+    trap = memory / f"holdfast-{os.getuid()}"
+    target = memory / "elsewhere"
+    target.mkdir()
+    trap.symlink_to(target)
+    with pytest.raises(StateError, match="somebody else put it there"):
+        Arena(memory, "cats", "node-0")
+    assert list(target.iterdir()) == []
+
+
+def test_two_agents_never_have_the_same_memory(memory: Path, arena: Arena) -> None:
+    with pytest.raises(StateError, match="another agent that is still running"):
+        Arena(memory, "cats", "node-0")
+    save(arena, 1)
+    other = Arena(memory, "cats", "node-1")
+    assert other.adopt() == []
+    other.close()
+    assert steps(arena) == [1]
+
+
+def test_a_new_agent_adopts_what_a_dead_one_of_its_job_left(memory: Path) -> None:
+    dead = Arena(memory, "cats", "node-0")
+    save(dead, 1)
+    held = save(dead, 2)
+    save(dead, 2, key=PartKey("/ckpt", "rank-00003", node=5))
+    torn = dead.grant(KEY, SIZE, 3)
+    assert isinstance(torn, Path)
+    with Slot.open(held.path, writable=False) as slot:
+        sidecar = compute_sidecar(slot, held.meta)
+    write_sidecar(held.path, sidecar)
+    dead.close(unlink=False)
+
+    heir = Arena(memory, "cats", "node-0b")
+    save(heir, 7, key=PartKey("/elsewhere", "shared"))
+    adopted = heir.adopt()
+    assert steps(heir) == [2, 2, 1]
+    assert {held.key for held in adopted} == {KEY, PartKey("/ckpt", "rank-00003", node=5)}
+    newest = next(held for held in adopted if held.key == KEY)
+    assert newest.path.is_relative_to(heir.root)
+    assert read_sidecar(newest.path) == sidecar
+    assert not dead.root.exists()
+    save(heir, 3)
+    assert 2 in steps(heir)
+    heir.close()
+    assert list(memory.iterdir()) == []
+
+
+def test_an_agent_of_the_same_key_finds_its_own_memory_again(memory: Path) -> None:
+    dead = Arena(memory, "cats", "node-0")
+    save(dead, 1)
+    held = save(dead, 2)
+    sidecar_path(held.path.with_name("shared.99")).write_bytes(b"a slot that is gone")
+    unsealed = dead.grant(KEY, SIZE, 3)
+    assert isinstance(unsealed, Path)
+    dead.close(unlink=False)
+    again = Arena(memory, "cats", "node-0")
+    assert steps(again) == [2, 1]
+    files = set(again.root.glob("*/*"))
+    assert files == {held.path for held in again.holdings()}
+    again.close()
+
+
+def test_jobs_do_not_see_each_other(memory: Path) -> None:
+    """The prior art names its segments after ranks: two jobs on a host write into each other's."""
+    dead = Arena(memory, "cats", "node-0")
+    save(dead, 1)
+    dead.close(unlink=False)
+    other = Arena(memory, "dogs", "node-0")
+    assert other.adopt() == []
+    assert other.holdings() == []
+    other.close()
+    assert dead.root.exists()
+
+
+def test_what_dead_jobs_left_is_removed_after_a_while(memory: Path) -> None:
+    dead, living = Arena(memory, "cats", "node-0"), Arena(memory, "mice", "node-0")
+    held = save(dead, 1)
+    save(living, 1)
+    dead.close(unlink=False)
+    sweeper = Arena(memory, "dogs", "node-0")
+    assert sweeper.sweep() == [], "it was touched just now"
+    for path in (*dead.root.rglob("*"), dead.root):
+        os.utime(path, (1, 1))
+    for path in living.root.rglob("*"):
+        os.utime(path, (1, 1))
+    assert sweeper.sweep() == [dead.root]
+    assert not held.path.exists()
+    assert not dead.root.parent.exists()
+    assert steps(living) == [1]
+    assert living.holdings()[0].path.exists()
+    for arena in (sweeper, living):
+        arena.close()
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a/b", "", ".", "..", "ä", "x" * 300])
+def test_any_text_can_name_a_job(memory: Path, name: str) -> None:
+    arena = Arena(memory, name, "node-0")
+    assert arena.root.parent.parent == memory / f"holdfast-{os.getuid()}"
+    arena.close()
+    assert safe_name(name) != safe_name(name + "x")
