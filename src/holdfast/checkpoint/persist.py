@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves parts between memory slots and storage: raw bytes one way, verified bytes the other."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from crc32c import crc32c
+
+from holdfast.checkpoint.digests import chunks_of, combine
+from holdfast.checkpoint.manifest import Committed, is_safe_name
+from holdfast.checkpoint.places import place_of
+from holdfast.checkpoint.slots import Slot, SlotFile, SlotMeta, lay_out
+from holdfast.checkpoint.storage_port import Patience, Storage, persistently, readable_size
+from holdfast.model.checkpoint import FileEntry, Series
+from holdfast.model.errors import RejectedError, StateError
+
+WRITERS = 2
+"""Threads that write one file: more do not make a disk faster, and each takes time from others."""
+
+READERS = 4
+"""Training waits for a restore, so it takes what it can get."""
+
+
+def write_part(
+    storage: Storage,
+    series: Series,
+    attempt: str,
+    slot: Slot,
+    *,
+    patience: Patience | None = None,
+    stop: threading.Event | None = None,
+    writers: int = WRITERS,
+) -> tuple[FileEntry, ...]:
+    """Write every file of a sealed slot to the attempt's place, durably.
+
+    The caller has pinned the slot. RetryableError when the storage was out of order for longer than
+    `patience`, RejectedError when it says no, StateError when the slot was not left alone.
+    """
+    meta = slot.read()
+    if meta is None:
+        raise StateError(f"the memory slot {slot.path} is not sealed, so it cannot be stored")
+    patience, stop = patience or Patience(), stop or threading.Event()
+    what = f"the place for step {meta.version.step} in {storage.url} could not be found"
+    place = persistently(
+        what, lambda: place_of(storage, series, attempt, meta.version.step), patience, stop
+    )
+    entries = tuple(
+        _write_file(storage, place, slot, meta.part, file, writers, patience, stop)
+        for file in meta.files
+    )
+    what = f"{storage.full(place)} could not be synced"
+    persistently(what, lambda: storage.sync(place), patience, stop)
+    if slot.version != meta.version:
+        raise StateError(
+            f"the memory slot {slot.path} was written to while step {meta.version.step} "
+            f"of it was being stored"
+        )
+    return entries
+
+
+def _write_file(
+    storage: Storage,
+    place: str,
+    slot: Slot,
+    part: str,
+    file: SlotFile,
+    writers: int,
+    patience: Patience,
+    stop: threading.Event,
+) -> FileEntry:
+    if not is_safe_name(file.name):
+        raise RejectedError(f"a file of a checkpoint cannot be called {file.name!r}")
+    path = f"{place}/{file.name}"
+    what = f"{storage.full(path)} ({readable_size(file.length)}) could not be written"
+    free = storage.free_bytes()
+    if free is not None:
+        what += f" ({readable_size(free)} were free there)"
+    with slot.data[file.offset : file.offset + file.length] as data:
+        digest = persistently(what, lambda: storage.write(path, data, writers), patience, stop)
+    return FileEntry(file.name, file.length, digest, part)
+
+
+def part_length(committed: Committed, part: str) -> int:
+    """Bytes of slot data that a part needs; StateError if the checkpoint has no such part."""
+    files = committed.manifest.files_of(part)
+    if not files:
+        raise StateError(f"the checkpoint {committed.name} has no part {part}")
+    return lay_out((file.name, file.size) for file in files)[1]
+
+
+def load_part(
+    storage: Storage,
+    series: Series,
+    committed: Committed,
+    part: str,
+    slot: Slot,
+    *,
+    patience: Patience | None = None,
+    stop: threading.Event | None = None,
+    readers: int = READERS,
+) -> SlotMeta:
+    """Read a part into a slot, verify it, and seal the slot; returns what it then holds.
+
+    StateError when the bytes on storage are not those that were saved; RetryableError when storage
+    did not answer.
+    """
+    patience, stop = patience or Patience(), stop or threading.Event()
+    length = part_length(committed, part)
+    if length > slot.capacity:
+        raise RejectedError(
+            f"the part {part} has {length} bytes, but the memory slot {slot.path} "
+            f"has room for {slot.capacity}"
+        )
+    entries = committed.manifest.files_of(part)
+    files, _ = lay_out((entry.name, entry.size) for entry in entries)
+    slot.begin(committed.version)
+    for entry, file in zip(entries, files, strict=True):
+        with slot.data[file.offset : file.offset + file.length] as target:
+            read_file(storage, committed, entry, target, patience, stop, readers)
+    meta = SlotMeta(series.directory, part, committed.version, committed.manifest.shape, files)
+    slot.seal(meta)
+    return meta
+
+
+def read_file(
+    storage: Storage,
+    committed: Committed,
+    entry: FileEntry,
+    target: memoryview,
+    patience: Patience,
+    stop: threading.Event,
+    readers: int = READERS,
+) -> None:
+    """Fill `target` with a file of a checkpoint; StateError if it is missing or damaged."""
+    path = f"{committed.name}/{entry.name}"
+
+    def read() -> int:
+        return digest_file(
+            storage, path, entry.size, lambda offset, size: target[offset:][:size], readers
+        )
+
+    try:
+        digest = persistently(f"{storage.full(path)} could not be read", read, patience, stop)
+    except RejectedError as exc:
+        if isinstance(exc.__cause__, FileNotFoundError):
+            raise StateError(f"{storage.full(path)} is missing") from exc
+        raise
+    if digest != entry.digest:
+        raise StateError(damaged(storage.full(path), entry.digest, digest))
+
+
+def wrong_size(path: str, expected: int, found: int) -> str:
+    """The sentence for a file that is too short or too long."""
+    return f"{path} has {found} bytes; the manifest says {expected}"
+
+
+def damaged(path: str, expected: int, found: int) -> str:
+    """The sentence for bytes that are not those that were saved."""
+    return f"{path} is damaged: its digest is {found:08x}, the manifest says {expected:08x}"
+
+
+def digest_file(
+    storage: Storage,
+    path: str,
+    size: int,
+    room_for: Callable[[int, int], memoryview],
+    readers: int,
+    progress: Callable[[int], None] = lambda size: None,
+) -> int:
+    """Read a file by several threads and return its digest.
+
+    `room_for(offset, size)` gives the memory that a chunk is read into. StateError if the file has
+    another size.
+    """
+    reader = storage.open(path)
+    try:
+        if reader.size != size:
+            raise StateError(wrong_size(storage.full(path), size, reader.size))
+
+        def read_chunk(chunk: tuple[int, int]) -> int:
+            with room_for(*chunk) as view:
+                reader.read_into(chunk[0], view)
+                crc = int(crc32c(view))
+            progress(chunk[1])
+            return crc
+
+        chunks = list(chunks_of(size))
+        if len(chunks) <= 1:
+            return combine(map(read_chunk, chunks))
+        with ThreadPoolExecutor(readers, "ckpt-read") as pool:
+            return combine(pool.map(read_chunk, chunks))
+    finally:
+        reader.close()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes checkpoints that nobody wants any more. What there is, is read from storage every time.
+
+Only directories with a whole manifest of ours under a name of the series are ever touched, and
+nothing at all unless the newest checkpoint is complete.
+"""
+
+from collections.abc import Collection
+
+from holdfast.checkpoint.commit import point_tracker
+from holdfast.checkpoint.manifest import Committed, list_committed
+from holdfast.checkpoint.places import discard
+from holdfast.checkpoint.storage_port import Storage, telling
+from holdfast.checkpoint.verify import quick_problems
+from holdfast.model.checkpoint import Series
+from holdfast.model.errors import RejectedError
+
+
+def apply_retention(storage: Storage, series: Series) -> list[int]:
+    """Remove what the rules of the series do not keep; returns the steps that are gone.
+
+    RejectedError when the newest checkpoint is not complete: then nothing is removed.
+    """
+    if series.keep_last <= 0:
+        return []
+    committed = list_committed(storage, series)
+    unwanted = _unwanted(storage, series, committed)
+    if unwanted:
+        _require_whole(storage, committed[0], "nothing is removed")
+    return _remove(storage, unwanted)
+
+
+def remove_steps(
+    storage: Storage, series: Series, steps: Collection[int], *, newest_too: bool = False
+) -> list[int]:
+    """Remove these steps, but not the newest, unless told so; returns those that are gone."""
+    committed = list_committed(storage, series)
+    chosen = [one for one in committed if one.manifest.step in steps]
+    if not newest_too:
+        chosen = [one for one in chosen if one is not committed[0]]
+        if chosen:
+            _require_whole(storage, committed[0], "nothing is removed")
+    removed = _remove(storage, chosen)
+    if removed:
+        point_tracker(storage, series)
+    return removed
+
+
+def _unwanted(storage: Storage, series: Series, committed: list[Committed]) -> list[Committed]:
+    """Beyond the newest `keep_last` that are complete, without those that are kept for ever."""
+    unwanted = []
+    kept = 0
+    for one in committed:
+        if kept < series.keep_last:
+            # One that is damaged does not count: it could not be restored.
+            kept += not quick_problems(storage, one)
+        elif series.keep_every <= 0 or one.manifest.step % series.keep_every != 0:
+            unwanted.append(one)
+    return unwanted
+
+
+def _require_whole(storage: Storage, newest: Committed, consequence: str) -> None:
+    problems = quick_problems(storage, newest)
+    if problems:
+        raise RejectedError(f"{consequence}, as the newest checkpoint is damaged: {problems[0]}")
+
+
+def _remove(storage: Storage, unwanted: list[Committed]) -> list[int]:
+    removed = []
+    # The oldest first: whenever this is interrupted, the newest are left.
+    for one in reversed(unwanted):
+        with telling(f"{storage.full(one.name)} could not be removed"):
+            discard(storage, one.name, one.manifest.attempt)
+        removed.append(one.manifest.step)
+    return removed

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What persisting needs of a storage, and how its errors are told apart.
+
+A storage is one directory: a path on a file system (posix.py) or a prefix of a store of objects
+(objects.py). All names are relative to it, with "/" between their pieces. The difference that
+matters: a file system can rename, so a checkpoint appears in one move; a store of objects cannot,
+so there the manifest, written last, makes the checkpoint.
+"""
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from holdfast.model.errors import RejectedError, RetryableError
+
+HIDDEN = ".holdfast"
+"""Where everything that is not (or no longer) a checkpoint lives, inside the directory."""
+
+Result = TypeVar("Result")
+
+TRANSIENT = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EDQUOT,
+        errno.EHOSTUNREACH,
+        errno.EIO,
+        errno.ENETUNREACH,
+        errno.ENOSPC,
+        errno.EPIPE,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+"""What may be over in a minute: somebody frees space, a server comes back. All else is said at
+once: nobody makes a read-only directory writable by waiting."""
+
+
+class Reader(Protocol):
+    """An open file; several threads may read from it at once."""
+
+    size: int
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `offset` on; RetryableError when there are fewer."""
+
+    def close(self) -> None: ...
+
+
+class Storage(Protocol):
+    """One directory. Whatever a call has written is durable when it returns, except for names:
+    those of new files are after `sync` of their directory."""
+
+    url: str
+    can_rename: bool
+
+    def full(self, path: str) -> str:
+        """The whole name, for messages."""
+
+    def write(self, path: str, data: memoryview, writers: int) -> int:
+        """A new file with this content, replacing one of that name; returns its digest."""
+
+    def put(self, path: str, content: bytes) -> None:
+        """Replace a small file in one move: a reader sees the old content or the new."""
+
+    def get(self, path: str) -> bytes | None:
+        """A small file's content; None if there is no such file."""
+
+    def open(self, path: str) -> Reader: ...
+
+    def files(self, path: str) -> dict[str, int]:
+        """Every file below a directory, however deep: its name relative to it, and its size."""
+
+    def folders(self, path: str) -> list[str]:
+        """The names of the directories right below this one."""
+
+    def entries(self, path: str) -> dict[str, float]:
+        """What is right below this directory: names, and how many seconds ago each changed."""
+
+    def sync(self, path: str) -> None:
+        """Make the names of everything below a directory durable, and the directory's own."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Give a directory another name, durably. `target` does not exist or is empty."""
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Let two directories swap names in one move; False when this cannot be done here."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a directory with all that is in it; no error if there is none."""
+
+    def free_bytes(self) -> int | None:
+        """The space left; None when there is no such limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long transient errors of a storage are put up with."""
+
+    limit_s: float = 60.0
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 10.0
+
+
+def _is_transient(error: OSError) -> bool:
+    """Those of stores of objects have the right class, but no number."""
+    if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError):
+        return False
+    return error.errno is None or error.errno in TRANSIENT
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Turn the errors of a storage into ours; `what` begins the sentence.
+
+    RetryableError for those that may pass, RejectedError for the others.
+    """
+    try:
+        yield
+    except OSError as exc:
+        sentence = f"{what}: {exc.strerror or exc}"
+        if _is_transient(exc):
+            raise RetryableError(sentence) from exc
+        raise RejectedError(sentence) from exc
+
+
+def persistently(
+    what: str,
+    action: Callable[[], Result],
+    patience: Patience,
+    stop: threading.Event,
+) -> Result:
+    """Do it, again after every transient error while patience lasts; errors as with `telling`."""
+    deadline = time.monotonic() + patience.limit_s
+    pause_s = patience.first_pause_s
+    while True:
+        try:
+            with telling(what):
+                return action()
+        except RetryableError:
+            if time.monotonic() + pause_s > deadline or stop.wait(pause_s):
+                raise
+        pause_s = min(2 * pause_s, patience.longest_pause_s)
+
+
+def readable_size(size: float) -> str:
+    """A size for people: "1.5 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:,.4g} TB"

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out whether a checkpoint is whole: at a glance (names and sizes) or by every byte."""
+
+import mmap
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from crc32c import crc32c
+from msgspec import Struct
+
+from holdfast.checkpoint.commit import tracker_text
+from holdfast.checkpoint.digests import CHUNK, chunks_of, combine
+from holdfast.checkpoint.manifest import MANIFEST, Committed, encode_manifest, list_committed
+from holdfast.checkpoint.persist import READERS, damaged, digest_file, wrong_size
+from holdfast.checkpoint.storage_port import Storage, telling
+from holdfast.model.checkpoint import FileEntry, Series
+from holdfast.model.errors import RejectedError, StateError
+
+
+class Verdict(Struct, frozen=True):
+    """What is wrong with a checkpoint."""
+
+    name: str
+    step: int
+    problems: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problems
+
+
+def quick_problems(storage: Storage, committed: Committed) -> list[str]:
+    """Files that are missing, have another size, or are not in the manifest."""
+    with telling(f"{storage.full(committed.name)} could not be listed"):
+        found = storage.files(committed.name)
+    found.pop(MANIFEST, None)
+    problems = []
+    for file in committed.manifest.files:
+        path = storage.full(f"{committed.name}/{file.name}")
+        size = found.pop(file.name, None)
+        if size is None:
+            problems.append(f"{path} is missing")
+        elif size != file.size:
+            problems.append(wrong_size(path, file.size, size))
+    for name in sorted(found):
+        path = storage.full(f"{committed.name}/{name}")
+        problems.append(f"{path} is not in the manifest")
+    return problems
+
+
+def verify_checkpoint(
+    storage: Storage,
+    committed: Committed,
+    progress: Callable[[int], None] = lambda size: None,
+) -> Verdict:
+    """Read every byte and compare its digest. `progress` gets the number of bytes just read."""
+    problems = quick_problems(storage, committed)
+    found = storage.files(committed.name)
+    scratch = _Scratch()
+    for entry in committed.manifest.entries:
+        if found.get(entry.name) != entry.size:
+            continue  # Said already.
+        path = f"{committed.name}/{entry.name}"
+        try:
+            with telling(f"{storage.full(path)} could not be read"):
+                digest = digest_file(storage, path, entry.size, scratch, READERS, progress)
+        except (StateError, RejectedError) as exc:
+            problems.append(str(exc))
+            continue
+        if digest != entry.digest:
+            problems.append(damaged(storage.full(path), entry.digest, digest))
+    return Verdict(committed.name, committed.manifest.step, tuple(problems))
+
+
+def directory_problems(storage: Storage) -> list[str]:
+    """What is wrong beside the checkpoints: manifests that are bad or gone, the tracker."""
+    problems: list[str] = []
+    committed = list_committed(storage, report=problems.append)
+    if not committed:
+        return problems
+    series = committed[0].series(storage.url)
+    for name in storage.folders(""):
+        if _is_name_of(series, name) and storage.get(f"{name}/{MANIFEST}") is None:
+            problems.append(f"{storage.full(name)} has no manifest, so it is not a checkpoint")
+    if series.tracker:
+        text = storage.get(series.tracker)
+        if text != tracker_text(series, committed[0]):
+            problems.append(
+                f"{storage.full(series.tracker)} does not name the newest checkpoint, "
+                f"{committed[0].name}"
+            )
+    return problems
+
+
+def _is_name_of(series: Series, name: str) -> bool:
+    return any(series.name(int(digits)) == name for digits in re.findall(r"\d+", name))
+
+
+class _Scratch:
+    """Memory of one chunk per thread, on whole pages, for bytes that are only looked at."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __call__(self, offset: int, size: int) -> memoryview:
+        if not hasattr(self._local, "pages"):
+            self._local.pages = mmap.mmap(-1, CHUNK)
+        return memoryview(self._local.pages)[:size]
+
+
+def copy_checkpoint(
+    storage: Storage,
+    committed: Committed,
+    target: Path,
+    progress: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Copy a checkpoint to a new local directory, every byte of it verified.
+
+    The directory has its name only when all is there. StateError if the checkpoint is damaged.
+    """
+    if target.exists():
+        raise RejectedError(f"{target} exists already")
+    draft = target.with_name(f".{target.name}.partial")
+    scratch = memoryview(mmap.mmap(-1, CHUNK))
+    with telling(f"{storage.full(committed.name)} could not be copied to {target}"):
+        shutil.rmtree(draft, ignore_errors=True)  # Of a copy that was interrupted.
+        draft.mkdir(parents=True)
+        for entry in committed.manifest.entries:
+            _copy_file(storage, committed.name, entry, draft / entry.name, scratch, progress)
+        (draft / MANIFEST).write_bytes(encode_manifest(committed.manifest))
+        os.rename(draft, target)
+
+
+def _copy_file(
+    storage: Storage,
+    name: str,
+    entry: FileEntry,
+    target: Path,
+    scratch: memoryview,
+    progress: Callable[[int], None],
+) -> None:
+    path = f"{name}/{entry.name}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    crcs = []
+    reader = storage.open(path)
+    try:
+        if reader.size != entry.size:
+            raise StateError(wrong_size(storage.full(path), entry.size, reader.size))
+        with target.open("wb") as file:
+            for offset, size in chunks_of(entry.size):
+                with scratch[:size] as view:
+                    reader.read_into(offset, view)
+                    crcs.append(int(crc32c(view)))
+                    file.write(view)
+                progress(size)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        reader.close()
+    if combine(crcs) != entry.digest:
+        raise StateError(damaged(storage.full(path), entry.digest, combine(crcs)))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every storage must do, on each of them: disk, tmpfs (no O_DIRECT), objects, S3."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from holdfast.checkpoint.digests import CHUNK, digest_of
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.storage_port import Storage, readable_size
+from holdfast.model.errors import RetryableError, UsageError
+from tests.storages import s3_server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["disk", "tmpfs", "objects", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    match request.param:
+        case "disk":
+            yield open_storage(f"file://{tmp_path}/new/ckpt")
+        case "tmpfs":
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+                yield open_storage(f"{folder}/ckpt")
+        case "objects":
+            yield open_storage(f"memory://{tmp_path}/ckpt")
+            fsspec.filesystem("memory").store.clear()
+        case _:
+            yield open_storage(f"{request.getfixturevalue('s3')}/{tmp_path.name}")
+
+
+def read_back(storage: Storage, path: str) -> bytes:
+    reader = storage.open(path)
+    content = bytearray(reader.size)
+    half = reader.size // 2
+    reader.read_into(half, memoryview(content)[half:])
+    reader.read_into(0, memoryview(content)[:half])
+    reader.close()
+    return bytes(content)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, CHUNK, CHUNK + 5000])
+def test_what_is_written_is_read(storage: Storage, size: int) -> None:
+    content = bytes(range(251)) * (size // 251 + 1)
+    digest = storage.write("a/b/file", memoryview(content)[:size], 2)
+    assert digest == digest_of(content[:size])
+    assert read_back(storage, "a/b/file") == content[:size]
+    assert storage.files("a") == {"b/file": size}
+
+
+def test_a_shorter_file_replaces_a_longer_one(storage: Storage) -> None:
+    storage.write("file", memoryview(b"x" * 10_000), 2)
+    storage.write("file", memoryview(b"y" * 10), 2)
+    assert read_back(storage, "file") == b"y" * 10
+
+
+def test_a_reader_says_when_a_file_ends_too_soon(storage: Storage) -> None:
+    storage.write("file", memoryview(b"x" * 5000), 2)
+    reader = storage.open("file")
+    with pytest.raises(RetryableError, match="ends after 5 kB"):
+        reader.read_into(0, memoryview(bytearray(5001)))
+    reader.close()
+
+
+def test_small_files_are_replaced(storage: Storage) -> None:
+    assert storage.get("latest") is None
+    storage.put("latest", b"one")
+    storage.put("latest", b"two")
+    assert storage.get("latest") == b"two"
+    assert storage.files("") == {"latest": 3}
+
+
+def test_folders_are_listed_without_the_hidden_one(storage: Storage) -> None:
+    assert storage.folders("") == []
+    assert storage.files("nothing") == {}
+    for path in ("b/x", "a/y", "a/deep/z", ".holdfast/t/x", "plain"):
+        storage.put(path, b"1")
+    assert storage.folders("") == ["a", "b"]
+    assert set(storage.files("a")) == {"y", "deep/z"}
+
+
+def test_ages_are_small_for_what_is_new(storage: Storage) -> None:
+    assert storage.entries(".holdfast") == {}
+    storage.put(".holdfast/one", b"1")
+    storage.put(".holdfast/two/x", b"1")
+    entries = storage.entries(".holdfast")
+    assert set(entries) == {"one", "two"}
+    assert all(abs(age_s) < 60 for age_s in entries.values())
+
+
+def test_removing_takes_files_and_whole_folders(storage: Storage) -> None:
+    for path in ("a/x", "a/deep/y", "ab/x", "c"):
+        storage.put(path, b"1")
+    storage.remove("a")
+    storage.remove("c")
+    storage.remove("never-there")
+    assert set(storage.files("")) == {"ab/x"}
+
+
+def test_a_missing_file_is_no_crash_but_an_error_of_its_kind(storage: Storage) -> None:
+    with pytest.raises(FileNotFoundError):
+        storage.open("gone")
+
+
+def test_renames_and_exchanges_where_they_exist(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "ckpt"))
+    storage.put("one/x", b"1")
+    storage.put("two/x", b"2")
+    assert storage.exchange("one", "two")
+    assert (storage.get("one/x"), storage.get("two/x")) == (b"2", b"1")
+    storage.rename("one", ".holdfast/three")
+    assert storage.get(".holdfast/three/x") == b"2"
+
+
+@pytest.mark.parametrize("url", ["relative/path", "nosuchscheme://x"])
+def test_a_directory_that_cannot_be_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=url):
+        open_storage(url)
+
+
+def test_sizes_are_readable() -> None:
+    sizes = (0, 777, 49_987_655, 2.1e9, 3e13)
+    assert [readable_size(size) for size in sizes] == [
+        "0 B",
+        "777 B",
+        "49.99 MB",
+        "2.1 GB",
+        "30 TB",
+    ]

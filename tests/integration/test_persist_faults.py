@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage that is full, broken, read-only, slow or gone: a sentence, and nothing is lost."""
+
+import errno
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.commit import commit
+from holdfast.checkpoint.manifest import list_committed
+from holdfast.checkpoint.places import abandon
+from holdfast.checkpoint.posix import PosixStorage
+from holdfast.checkpoint.retention import apply_retention
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.storage_port import Patience, persistently
+from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.model.checkpoint import Series, Version
+from holdfast.model.errors import RejectedError, RetryableError
+from tests.storages import load, make_state, order_for, s3_server, save, write_state
+
+V1, V2 = Version(1, 1), Version(1, 2)
+PATIENT = Patience(limit_s=30.0, first_pause_s=0.01, longest_pause_s=0.05)
+
+
+@contextmanager
+def mounted(place: Path, *options: str) -> Iterator[None]:
+    words = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(place)]
+    if subprocess.run(words, capture_output=True, timeout=30, check=False).returncode != 0:
+        pytest.skip("needs root to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True, timeout=30)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for one checkpoint of 600 kB, and not for two."""
+    place = tmp_path / "small"
+    place.mkdir()
+    with mounted(place, "size=1m"):
+        yield place
+
+
+class Failing(PosixStorage):
+    """Writes fail the first few times, as those of a disk that is being replaced."""
+
+    def __init__(self, directory: str, code: int, times: int) -> None:
+        super().__init__(directory)
+        self.code = code
+        self.left = times
+
+    def write(self, path: str, data: memoryview, writers: int) -> int:
+        if self.left > 0:
+            self.left -= 1
+            raise OSError(self.code, os.strerror(self.code), path)
+        return super().write(path, data, writers)
+
+
+def test_a_full_disk_is_said_and_costs_no_older_checkpoint(small: Path, tmp_path: Path) -> None:
+    series = Series(str(small / "ckpt"))
+    storage = open_storage(series.directory)
+    old = make_state(1, size=600_000)
+    save(storage, series, V1, old, "a1", tmp_path)
+    with pytest.raises(RetryableError) as caught:
+        write_state(storage, series, V2, make_state(2, size=600_000), "a2", tmp_path)
+    said = str(caught.value)
+    assert "shared.safetensors (600 kB)" in said
+    assert "were free there" in said
+    assert "No space left on device" in said
+    assert load(storage, series, V1, tmp_path) == old
+    # Giving up makes the room free again, and the next attempt works once there is enough.
+    abandon(storage, "a2")
+    assert apply_retention(storage, Series(series.directory, keep_last=1)) == []
+    save(storage, series, V2, make_state(3, size=100_000), "a3", tmp_path)
+    assert [one.version for one in list_committed(storage, series)] == [V2, V1]
+
+
+def test_a_disk_that_is_full_at_the_commit_leaves_the_old_state(
+    small: Path, tmp_path: Path
+) -> None:
+    series = Series(str(small / "ckpt"))
+    storage = open_storage(series.directory)
+    old, new = make_state(1, size=100_000), make_state(2, size=100_000)
+    save(storage, series, V1, old, "a1", tmp_path)
+    entries = write_state(storage, series, V2, new, "a2", tmp_path)
+    filler = small / "filler"
+    free = os.statvfs(small)
+    filler.write_bytes(bytes(free.f_bavail * free.f_frsize))
+    order = order_for(series, V2, "a2", entries)
+    with pytest.raises(RetryableError, match=r"step 2 could not be committed.*No space left"):
+        commit(storage, series, order, patience=Patience(limit_s=0))
+    assert load(storage, series, V1, tmp_path) == old
+    assert storage.get("latest") == series.name(1).encode()
+    filler.unlink()
+    commit(storage, series, order)
+    assert load(storage, series, V2, tmp_path) == new
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ETIMEDOUT])
+def test_errors_that_pass_are_waited_for(tmp_path: Path, code: int) -> None:
+    series = Series(str(tmp_path / "ckpt"))
+    storage = Failing(series.directory, code, times=4)
+    state = make_state(1)
+    entries = write_state(storage, series, V1, state, "a1", tmp_path, PATIENT)
+    commit(storage, series, order_for(series, V1, "a1", entries))
+    assert storage.left == 0
+    assert load(storage, series, V1, tmp_path) == state
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    series = Series(str(tmp_path / "ckpt"))
+    storage = Failing(series.directory, errno.EIO, times=1_000_000)
+    patience = Patience(limit_s=0.2, first_pause_s=0.01, longest_pause_s=0.05)
+    with pytest.raises(RetryableError, match=r"could not be written.*Input/output error"):
+        write_state(storage, series, V1, make_state(1), "a1", tmp_path, patience)
+    assert storage.left < 1_000_000 - 3
+
+
+def test_whoever_waits_for_a_storage_can_be_told_to_stop() -> None:
+    stop = threading.Event()
+    begun = time.monotonic()
+
+    def fail() -> None:
+        stop.set()
+        raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(RetryableError, match="it failed: broken"):
+        persistently("it failed", fail, Patience(limit_s=600, first_pause_s=500), stop)
+    assert time.monotonic() - begun < 60
+
+
+def test_a_read_only_directory_is_said_at_once(tmp_path: Path) -> None:
+    place = tmp_path / "ro"
+    place.mkdir()
+    with mounted(place, "size=1m"):
+        series = Series(str(place / "ckpt"))
+        storage = open_storage(series.directory)
+        old = make_state(1)
+        save(storage, series, V1, old, "a1", tmp_path)
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True, timeout=30)
+        for_ever = Patience(limit_s=600, first_pause_s=500)
+        begun = time.monotonic()
+        with pytest.raises(RejectedError, match="Read-only file system"):
+            write_state(storage, series, V2, make_state(2), "a2", tmp_path, for_ever)
+        assert time.monotonic() - begun < 60
+        assert load(storage, series, V1, tmp_path) == old
+
+
+def test_a_disk_that_reads_badly_is_not_called_whole(tmp_path: Path) -> None:
+    series = Series(str(tmp_path / "ckpt"))
+    storage = open_storage(series.directory)
+    save(storage, series, V1, make_state(1), "a1", tmp_path)
+    (committed,) = list_committed(storage, series)
+    path = tmp_path / "ckpt" / committed.name / "shared.safetensors"
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # Its first page cannot be read.
+    assert any(
+        "shared.safetensors" in what for what in verify_checkpoint(storage, committed).problems
+    )
+
+
+def test_a_store_that_is_gone_is_an_error_that_may_pass(tmp_path: Path) -> None:
+    with s3_server() as url:
+        series = Series(f"{url}/gone")
+        storage = open_storage(series.directory)
+        save(storage, series, V1, make_state(1), "a1", tmp_path)
+    with pytest.raises(RetryableError, match="s3://"):
+        list_committed(storage, series)
+
+
+def test_a_bucket_that_does_not_exist_is_said(tmp_path: Path) -> None:
+    with s3_server():
+        series = Series("s3://no-such-bucket/x")
+        storage = open_storage(series.directory)
+        with pytest.raises((RetryableError, RejectedError), match="no-such-bucket"):
+            write_state(storage, series, V1, make_state(1), "a1", tmp_path)
