@@ -17,18 +17,11 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.model.errors import (
-    AuthError,
-    FencedError,
-    HoldfastError,
-    ProtocolError,
-    RejectedError,
-    RetryableError,
-    TimedOutError,
-    UsageError,
-)
+from holdfast.model.errors import ProtocolError, RetryableError
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import PersistWait
+from holdfast.runtime.blocking import HANDSHAKE_S, dial, left, prove_token, refusal
 from holdfast.runtime.settings import WorkerSettings, worker_settings
 from holdfast.runtime.token import read_token
 
@@ -38,15 +31,7 @@ MARGIN_S = 10.0
 LONGEST_WAIT_S = 14 * 24 * 3600.0
 """Limits above this count as this: no wait is endless, and poll(2) counts in 32 bits."""
 
-_HANDSHAKE_S = 10.0
 _RECEIVE_BYTES = 64 * 1024
-_ERRORS: dict[str, type[HoldfastError]] = {
-    "timeout": TimedOutError,
-    "fenced": FencedError,
-    "stale": FencedError,
-    "auth": AuthError,
-    "usage": UsageError,
-}
 
 Expected = TypeVar("Expected", bound=m.Message)
 
@@ -58,11 +43,15 @@ class AgentClient:
     per thread: a thread of C++ has a new Python identity at every call and would always reconnect.
     """
 
-    def __init__(self, address: str, token: bytes, *, scope: int) -> None:
-        """`address` is "unix:PATH" or "tcp:HOST:PORT". Nothing is opened before the first call."""
+    def __init__(self, address: str, token: bytes, *, scope: int, returns: bool = True) -> None:
+        """`address` is "unix:PATH" or "tcp:HOST:PORT". Nothing is opened before the first call.
+
+        `returns` is false for a server that, once it is gone, is gone for good.
+        """
         self.scope = scope
         self._address = address
         self._token = token
+        self._returns = returns
         self._idle: list[_Connection] = []
         self._pid = os.getpid()
 
@@ -82,7 +71,7 @@ class AgentClient:
             else:
                 self._idle.append(connection)
         if isinstance(answer, m.Refused):
-            raise _error(answer)
+            raise refusal(answer)
         return answer
 
     def ask(self, body: m.Call, expected: type[Expected], timeout_s: float) -> Expected:
@@ -104,15 +93,16 @@ class AgentClient:
         try:
             return self._idle.pop()
         except IndexError:
-            return _Connection(self._address, self._token)
+            return _Connection(self._address, self._token, returns=self._returns)
 
 
 class _Connection:
     """One session with the server: one request at a time, over one socket after another."""
 
-    def __init__(self, address: str, token: bytes) -> None:
+    def __init__(self, address: str, token: bytes, *, returns: bool) -> None:
         self._address = address
         self._token = token
+        self._returns = returns
         self._session = os.urandom(16).hex()
         self._calls = 0
         self._socket: socket.socket | None = None
@@ -137,6 +127,10 @@ class _Connection:
                 return self._exchange(body, give_up_at)
             except OSError as exc:
                 self.close()
+                if not self._returns and isinstance(
+                    exc, ConnectionRefusedError | FileNotFoundError
+                ):
+                    raise RetryableError(f"{self._address} is gone: {exc}") from exc
                 pause_s = next(pauses_s)
                 if time.monotonic() + pause_s >= give_up_at:
                     raise RetryableError(
@@ -159,40 +153,28 @@ class _Connection:
 
     def _connect(self, give_up_at: float) -> socket.socket:
         """A socket on which both sides have proved the token."""
-        until = min(time.monotonic() + _HANDSHAKE_S, give_up_at)
+        until = min(time.monotonic() + HANDSHAKE_S, give_up_at)
         self._reader = codec.FrameReader(codec.HANDSHAKE_BYTES_MAX)
         self._frames.clear()
-        self._socket = connected = _open(self._address, _left(until))
-        challenge = self._receive(until).body
-        if isinstance(challenge, m.Refused):
-            raise _error(challenge)
-        if not isinstance(challenge, m.Challenge):
-            raise ProtocolError(f"{type(challenge).__name__} came instead of a challenge")
-        if challenge.version != m.VERSION:
-            raise ProtocolError(
-                f"{self._address} speaks protocol {challenge.version}, this client {m.VERSION}"
-            )
-        nonce = os.urandom(codec.NONCE_BYTES)
-        mac = codec.client_mac(self._token, challenge.nonce, nonce)
-        self._send(codec.encode(m.Proof(m.VERSION, nonce, mac)), until)
-        welcome = self._receive(until).body
-        if isinstance(welcome, m.Refused):
-            raise _error(welcome)
-        expected = codec.server_mac(self._token, challenge.nonce, nonce)
-        if not isinstance(welcome, m.Welcome) or not codec.same_mac(expected, welcome.mac):
-            raise AuthError(f"{self._address} does not hold the token of the job")
+        self._socket = connected = dial(self._address, left(until))
+        prove_token(
+            self._address,
+            self._token,
+            lambda data: self._send(data, until),
+            lambda: self._receive(until),
+        )
         self._reader.limit = codec.FRAME_BYTES_MAX
         return connected
 
     def _send(self, data: bytes, until: float) -> None:
         assert self._socket is not None
-        self._socket.settimeout(_left(until))
+        self._socket.settimeout(left(until))
         self._socket.sendall(data)
 
     def _receive(self, until: float) -> m.Frame:
         assert self._socket is not None
         while not self._frames:
-            self._socket.settimeout(_left(until))
+            self._socket.settimeout(left(until))
             data = self._socket.recv(_RECEIVE_BYTES)
             if not data:
                 raise ConnectionResetError("the connection was closed")
@@ -212,34 +194,6 @@ def _client(settings: WorkerSettings) -> AgentClient:
     return AgentClient(settings.socket, token, scope=settings.round)
 
 
-def _open(address: str, timeout_s: float) -> socket.socket:
-    if address.startswith("unix:"):
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer.settimeout(timeout_s)
-        try:
-            peer.connect(address.removeprefix("unix:"))
-        except OSError:
-            peer.close()
-            raise
-        return peer
-    host, _, port = address.removeprefix("tcp:").rpartition(":")
-    peer = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A wait can last for hours: without these the loss of the other host would not be noticed.
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    return peer
-
-
-def _left(until: float) -> float:
-    left_s = until - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("no answer in time")
-    return left_s
-
-
 def _pauses() -> Iterator[float]:
     """How long to wait before each new connection: at once, then ever longer, up to 1 s."""
     yield 0.0
@@ -251,10 +205,6 @@ def _pauses() -> Iterator[float]:
 
 def _shortened(body: m.Call, left_s: float) -> m.Call:
     """A request that is sent again waits for what is left of its time only."""
-    if isinstance(body, m.KvGet | m.KvWait | m.QueuePop | m.Barrier):
+    if isinstance(body, m.KvGet | m.KvWait | m.QueuePop | m.Barrier | PersistWait):
         return msgspec.structs.replace(body, timeout_s=max(0.0, min(body.timeout_s, left_s)))
     return body
-
-
-def _error(refusal: m.Refused) -> HoldfastError:
-    return _ERRORS.get(refusal.kind, RejectedError)(refusal.message)

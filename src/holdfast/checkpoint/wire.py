@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection between two agents that carries frames and, between them, raw bytes of slots.
+
+It never reads past the end of a frame, as raw bytes may follow. Every single operation has a
+time-out: a peer that dies or stops in the middle of a frame, or of the bytes, is an OSError.
+"""
+
+import contextlib
+import socket
+import ssl
+import time
+
+from holdfast.model.errors import AuthError, ProtocolError
+from holdfast.protocol import codec
+from holdfast.protocol import messages as m
+from holdfast.runtime.blocking import HANDSHAKE_S, demand_token, dial, left, prove_token
+from holdfast.runtime.transport import split_address
+
+IDLE_S = 30.0
+"""A peer that neither sends nor takes a byte for this long is given up."""
+
+_PIECE = 1024 * 1024
+_LENGTH_BYTES = 4
+
+
+class Wire:
+    """One connection. `deadline` is when all must be over; IDLE_S holds for each operation."""
+
+    def __init__(
+        self, peer: socket.socket, deadline: float = float("inf"), idle_s: float = IDLE_S
+    ) -> None:
+        self.deadline = deadline
+        self.frame_bytes_max = codec.HANDSHAKE_BYTES_MAX
+        self._peer = peer
+        self._idle_s = idle_s
+        self._sent_call = 0
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        token: bytes,
+        tls: ssl.SSLContext | None,
+        deadline: float,
+        idle_s: float = IDLE_S,
+    ) -> "Wire":
+        """A connection on which both sides have proved the token; OSError if nobody answers."""
+        timeout_s = min(HANDSHAKE_S, idle_s, left(deadline))
+        with contextlib.ExitStack() as undo:
+            peer = dial(address, timeout_s)
+            undo.callback(peer.close)
+            if tls is not None:
+                peer = _with_tls(peer, address, tls)
+                undo.callback(peer.close)
+            wire = cls(peer, min(deadline, time.monotonic() + timeout_s), idle_s)
+            prove_token(address, token, wire.send_bytes, wire.receive)
+            undo.pop_all()
+        wire.deadline = deadline
+        wire.frame_bytes_max = codec.FRAME_BYTES_MAX
+        return wire
+
+    @classmethod
+    def accept(cls, peer: socket.socket, token: bytes, idle_s: float = IDLE_S) -> "Wire":
+        """The server's end: the client has proved the token."""
+        wire = cls(peer, time.monotonic() + min(HANDSHAKE_S, idle_s), idle_s)
+        demand_token(token, wire.send_bytes, wire.receive)
+        wire.deadline = float("inf")
+        wire.frame_bytes_max = codec.FRAME_BYTES_MAX
+        return wire
+
+    def __enter__(self) -> "Wire":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def interrupt(self) -> None:
+        """Break it off from another thread: whatever waits on it gets an error at once."""
+        interrupt(self._peer)
+
+    # ---- frames ---------------------------------------------------------------------------------
+
+    def ask(self, body: m.Call) -> m.AnyMessage:
+        """Send a request and wait for its answer."""
+        self._sent_call += 1
+        self.send(body, self._sent_call)
+        return self.answer()
+
+    def answer(self) -> m.AnyMessage:
+        """Wait for the (next) answer to the last request."""
+        frame = self.receive()
+        if frame.call != self._sent_call:
+            raise ProtocolError(f"call {frame.call} was answered instead of {self._sent_call}")
+        return frame.body
+
+    def send(self, body: m.AnyMessage, call: int) -> None:
+        self.send_bytes(codec.encode(body, call))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._limit_wait()
+        self._peer.sendall(data)
+
+    def receive(self) -> m.Frame:
+        """The next frame, and not a byte more."""
+        prefix = bytearray(_LENGTH_BYTES)
+        self.receive_into(memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if length > self.frame_bytes_max:
+            raise ProtocolError(
+                f"a frame of {length} bytes is over the limit of {self.frame_bytes_max}"
+            )
+        payload = bytearray(length)
+        self.receive_into(memoryview(payload))
+        return codec.decode(payload)
+
+    # ---- raw bytes ------------------------------------------------------------------------------
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill the view. Anything less is an error: a closed connection never looks like data."""
+        position = 0
+        while position < len(view):
+            self._limit_wait()
+            with view[position:] as rest:
+                count = self._peer.recv_into(rest)
+            if count == 0:
+                raise ConnectionResetError("the peer closed the connection in the middle")
+            position += count
+
+    def send_view(self, view: memoryview) -> None:
+        """Send these bytes. They may change as soon as this returns."""
+        # From the mapping, not by sendfile(2): that was no faster here, cannot go through TLS, and
+        # still reads the file's pages after it has returned.
+        for start in range(0, len(view), _PIECE):
+            with view[start : start + _PIECE] as piece:
+                self._limit_wait()
+                self._peer.sendall(piece)
+
+    def _limit_wait(self) -> None:
+        self._peer.settimeout(min(self._idle_s, left(self.deadline)))
+
+
+def interrupt(peer: socket.socket) -> None:
+    """Break off a connection that another thread uses; that one has to close it."""
+    with contextlib.suppress(OSError):
+        # Not the TLS socket's own: it would take the state away from under the other thread.
+        socket.socket.shutdown(peer, socket.SHUT_RDWR)
+
+
+def _with_tls(peer: socket.socket, address: str, tls: ssl.SSLContext) -> ssl.SSLSocket:
+    try:
+        return tls.wrap_socket(peer, server_hostname=split_address(address)[0])
+    except ssl.SSLCertVerificationError as exc:
+        # It is an OSError too, but trying again would not help.
+        raise AuthError(
+            f"{address}: its certificate is not trusted here ({exc.verify_message})"
+        ) from exc
