@@ -14,6 +14,7 @@ from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import CheckpointCall
 
 OutcomePart = TypeVar("OutcomePart")
 
@@ -54,10 +55,9 @@ class Job:
         self.node_of: dict[str, NodeId] = {}
         self.agent_of_link: dict[int, str] = {}
         self._incarnation_of: dict[str, int] = {}
-        self._links = 0
-        self._seqs = 0
+        self._links = self._seqs = self._starts = 0
         if started:
-            self.feed(ev.MasterStarted())
+            self.start()
 
     # ---- time -----------------------------------------------------------------------------------
 
@@ -123,6 +123,7 @@ class Job:
         incarnation: int | None = None,
         topology: str = "",
         cold: bool = False,
+        peer_port: int = 0,
     ) -> Outcome:
         """The agent process `name` reports on a new link; it remembers what it was called."""
         known = self._incarnation_of.get(name, 0)
@@ -138,6 +139,7 @@ class Job:
             incarnation=known if incarnation is None else incarnation,
             topology=topology,
             cold=cold,
+            peer_port=peer_port,
         )
         return self.feed(ev.AttachRequested(self.link(name), 1, attach), at)
 
@@ -243,6 +245,11 @@ class Job:
 
     # ---- the master -----------------------------------------------------------------------------
 
+    def start(self) -> Outcome:
+        """A master begins to serve: the first is m1, the next m2."""
+        self._starts += 1
+        return self.feed(ev.MasterStarted(nonce=f"m{self._starts}"))
+
     def restart(self, at: float | None = None, *, compacted: bool = False) -> Outcome:
         """The master dies and comes back from its journal, or from a snapshot of it."""
         if at is not None:
@@ -250,7 +257,7 @@ class Job:
         if compacted:
             self.records = list(self.machines.core.snapshot())
         self.machines = replayed(self.spec, self.records)
-        return self.feed(ev.MasterStarted())
+        return self.start()
 
     # ---- looking --------------------------------------------------------------------------------
 
@@ -286,6 +293,11 @@ class Job:
         view = self.machines.view(self.now)[part]
         assert isinstance(view, dict)
         return view
+
+
+def checkpoint(job: Job, body: CheckpointCall, name: str) -> Outcome:
+    """What the agent `name` asks the ledger of checkpoints."""
+    return job.feed(ev.CheckpointRequested(job.node_of[name], job.link(name), 1, body))
 
 
 def answers(outcome: Outcome) -> list[m.Answer]:

@@ -15,16 +15,19 @@ from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.kernel import Outcome
+from holdfast.model.checkpoint import NONE, SHARED, Holding, Shape, Version, rank_part
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
+from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
-from tests.core.harness import Job, of_kind, replayed
+from tests.core.harness import Job, checkpoint, of_kind, replayed
 
 Step = tuple[int, int, int]
 Word = TypeVar("Word", ExitReason, Phase)
 
+DIRECTORY = "/ckpt"
 SLOTS = 5
-ACTIONS = 16
+ACTIONS = 18
 
 SPECS = (
     JobSpec(min_nodes=1, max_nodes=3, last_call_s=4.0, join_timeout_s=50.0),
@@ -49,7 +52,7 @@ class Player:
         self._dropped: set[int] = set()
         self._last_round = 0
         self._last_generation = 0
-        self._check(self.job.feed(ev.MasterStarted()))
+        self._check(self.job.start())
 
     def play(self, history: Sequence[Step]) -> None:
         for step in history:
@@ -87,6 +90,8 @@ class Player:
             case 11 | 12:
                 steps = job.started if number % 2 else self._beat
                 return steps(name, job.round())
+            case 13 | 14:
+                return checkpoint(job, _checkpoint_call(job, number, name), name)
             case _:
                 return job.ask(_request(job, number), name, session=name, seq=1 + number % 5)
 
@@ -196,6 +201,26 @@ def _request(job: Job, number: int) -> m.KvCall:
         m.QueuePop(scope, key, float(number % 3)),
         m.Barrier(scope, key, str(number % 3), number % 4, 3.0),
     )[number % 9]
+
+
+def _checkpoint_call(job: Job, number: int, name: str) -> c.CheckpointCall:
+    round_number, version = job.round() - number % 2, Version(number % 3, number % 5)
+    shape, part = Shape(1 + number % 2, shared=True), rank_part(job.node_of[name] % 2)
+    held = (Holding(version, shape, SHARED, 8), Holding(version, shape, part, 8))
+    attempt = f"m{1 + number % 2}-{round_number}-{number % 4}"
+    return (
+        c.NodeRestore(DIRECTORY, job.round(), held, (), version, (SHARED, part)),
+        c.NodeRestore(DIRECTORY, round_number, held, (), NONE, (SHARED,), fresh=True),
+        c.PersistAsk(DIRECTORY, job.round(), version, shape, (SHARED, part)),
+        c.PartsPersisted(DIRECTORY, version, shape, attempt, (SHARED, part), ()),
+        c.PartsPersisted(DIRECTORY, version, shape, attempt, (part,), (), "the disk is full"),
+        c.CommitDone(DIRECTORY, version, attempt),
+        c.FlushAsk(DIRECTORY, held, NONE),
+        c.PartsLocate(DIRECTORY, version, (part,)),
+        c.InventoryTaken(DIRECTORY, 1 + number % 3, held),
+        c.Replicated(DIRECTORY, job.round(), version),
+        c.PeersAsk(round_number, 1, number % 3),
+    )[number % 11]
 
 
 def digest_of(seeds: range, length: int) -> str:

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, connect
 
 START_S = 30.0
+Pushed = TypeVar("Pushed")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -164,9 +166,13 @@ class HollowAgent:
 
     async def world(self) -> m.RunWorld:
         """The next world this agent is told to run."""
+        return await self.pushed(m.RunWorld)
+
+    async def pushed(self, kind: type[Pushed]) -> Pushed:
+        """The next push of this kind; what came before it is forgotten."""
         while True:
             pushed = await asyncio.wait_for(self._pushed.get(), START_S)
-            if isinstance(pushed, m.RunWorld):
+            if isinstance(pushed, kind):
                 return pushed
 
     async def work(self, world: m.RunWorld, *, last_step: int) -> None:

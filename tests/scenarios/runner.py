@@ -18,18 +18,21 @@ import dataclasses
 import enum
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.kernel import Command, Outcome, Tick
+from holdfast.model.checkpoint import NONE, FileEntry, Shape, Version
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
-from tests.core.harness import Job, replayed
+from tests.core.harness import Job, checkpoint, replayed
+from tests.scenarios import checkpoint_inputs
 
 INDENT = "    "
 
@@ -46,6 +49,11 @@ SPEC_KEYS = {
     "spares": "spare_nodes",
 }
 RULES_KEYS = {name: field for name, field in SPEC_KEYS.items() if field.startswith(("m", "node_"))}
+
+UNTOLD = frozenset(
+    {"job", "beat_s", "lease_s", "host", "store_host", "session", "seq", "cause", "directory"}
+)
+"""Fields that are the same everywhere."""
 
 SHORT_NAMES = {"node_id": "node", "node_rank": "rank"}
 
@@ -80,6 +88,7 @@ class Scenario:
             "push": lambda words: self._ask(words, m.QueuePush(*_scoped(words), _value(words))),
             "pop": lambda words: self._ask(words, m.QueuePop(*_scoped(words), _limit(words))),
             "barrier": self._barrier,
+            **{name: partial(self._checkpoint, name) for name in checkpoint_inputs.CALLS},
         }
 
     @property
@@ -134,7 +143,7 @@ class Scenario:
             **given,  # type: ignore[arg-type]
         )
         self._job = Job(spec, started=False)
-        return [*self._described(self.job.feed(ev.MasterStarted())), self._deadline()]
+        return [*self._described(self.job.start()), self._deadline()]
 
     def _pass_time(self, at: float, *, including: bool) -> list[str]:
         """Ticks at every deadline on the way, each with its time if anything came out."""
@@ -157,6 +166,7 @@ class Scenario:
         return self.job.attach(
             words.pop("agent"),
             job_rules=rules,
+            peer_port=int(words.pop("peer", 0)),
             cold=words.pop("cold", "") == "1",
             nproc=int(words.pop("nproc", 1)),
             host=words.pop("host", ""),
@@ -207,6 +217,9 @@ class Scenario:
             _limit(words),
         )
         return self._ask(words, body)
+
+    def _checkpoint(self, name: str, words: Words) -> Outcome:
+        return checkpoint(self.job, checkpoint_inputs.call(name, words), words.pop("agent"))
 
     def _ask(self, words: Words, body: m.KvCall) -> Outcome:
         self._seq += 1
@@ -303,7 +316,7 @@ def _described(thing: object) -> str:
     words = [type(thing).__name__]
     for name in names:
         value = getattr(thing, name)
-        if name in ("job", "beat_s", "lease_s", "host", "store_host", "session", "seq", "cause"):
+        if name in UNTOLD:
             continue
         if value is None or value in ("", (), -1):
             continue
@@ -321,6 +334,12 @@ def _short(value: object) -> str:
             return f"node={value.node_id} rank={value.node_rank} incarnation={value.incarnation}"
         case m.JobRules():
             return f"{value.min_nodes}..{value.max_nodes}/{value.node_unit}"
+        case Version():
+            return f"{value.lineage}.{value.step}" if value != NONE else "none"
+        case Shape():
+            return f"{value.world_size}{'s' if value.shared else ''}"
+        case FileEntry():
+            return value.name
         case enum.Enum():
             return str(value.value)
         case float():
@@ -349,6 +368,11 @@ def _described_view(job: Job) -> list[str]:
         f"incarnation={row['incarnation']}"
         for row in nodes
     ]
+    checkpoints = view["checkpoints"]
+    assert isinstance(checkpoints, list)
+    for row in checkpoints:
+        words = (f"{key}={_view_word(value)}" for key, value in row.items() if value != "")
+        lines.append("checkpoints " + " ".join(words))
     spent = [f"{use}={seconds:g}" for use, seconds in progress["seconds"].items() if seconds]
     lines.append(f"step {progress['step']} of {progress['steps_total']} done: {' '.join(spent)}")
     for incident in progress["incidents"]:

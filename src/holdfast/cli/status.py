@@ -16,7 +16,7 @@ from rich.text import Text
 
 from holdfast.cli.run_options import parse_address
 from holdfast.master import notes
-from holdfast.master.view import IncidentView, JobView, NodeView, WorldView
+from holdfast.master.view import CheckpointsView, IncidentView, JobView, NodeView, WorldView
 from holdfast.model.errors import HoldfastError, ProtocolError, RetryableError, UsageError
 from holdfast.protocol import messages as m
 from holdfast.runtime.settings import environment
@@ -272,6 +272,10 @@ def _summary(job: JobView) -> Table:
     if job.restarts:
         counts = ", ".join(f"{count} {_plain(reason)}" for reason, count in job.restarts.items())
         grid.add_row("restarts", Text(counts))
+    for number, checkpoints in enumerate(job.checkpoints):
+        grid.add_row("" if number else "checkpoints", Text(_checkpoints(checkpoints)))
+        if checkpoints.problem:
+            grid.add_row("", Text(_plain(checkpoints.problem), style="yellow"))
     return grid
 
 
@@ -286,6 +290,16 @@ def _world(world: WorldView) -> str:
     if world.spares:
         text += f", {_count(len(world.spares), 'spare')}"
     return text
+
+
+def _checkpoints(view: CheckpointsView) -> str:
+    """Where one directory stands."""
+    parts = [f"step {view.committed:,} committed" if view.committed >= 0 else "none committed"]
+    if view.writing >= 0:
+        parts.append(f"step {view.writing:,} on its way ({_plain(view.reason)})")
+    if view.safe >= 0:
+        parts.append(f"step {view.safe:,} safe on other nodes")
+    return f"{_plain(view.directory)}: {', '.join(parts)}"
 
 
 def _spent(seconds: dict[str, float]) -> str:

@@ -2,6 +2,7 @@
 """One master, from its state directory to the end of its job."""
 
 import asyncio
+import secrets
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -103,7 +104,7 @@ async def _serve(
             open_things.callback(watch.cancel)
         note = notes.write(settings, server.address, http_address, token_file)
         open_things.callback(note.unlink, missing_ok=True)
-        driver.feed(ev.MasterStarted())
+        driver.feed(ev.MasterStarted(nonce=secrets.token_hex(4)))
         _stop_on_signals(driver, lifeline)
         announce(server.address)
         ends = (service.finished, fatal)

@@ -15,6 +15,7 @@ from holdfast.master.stories import describe_progress, tell
 from holdfast.model.ids import NodeId
 from holdfast.ports.platform import Order, Platform
 from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import CheckpointCall
 from holdfast.protocol.services import FROM_WORKERS
 from holdfast.runtime.observe import Say
 from holdfast.runtime.transport import Link
@@ -128,6 +129,8 @@ class Service:
                 self._feed(ev.DoneReported(node_id, link.number, call, body))
             case m.Leave():
                 self._feed(ev.LeaveRequested(node_id, link.number, call, body.reason))
+            case _ if isinstance(body, CheckpointCall):
+                self._feed(ev.CheckpointRequested(node_id, link.number, call, body))
             case _:
                 refusal = f"{type(body).__name__} is not a request"
                 link.send(m.Refused("rejected", refusal), call)

@@ -6,6 +6,7 @@ from typing import Any
 
 from holdfast.core.job import events as ev
 from holdfast.core.kernel import Event
+from holdfast.model.checkpoint import NONE
 
 
 def tell(event: Event) -> str:
@@ -51,6 +52,22 @@ def _tell_of_worlds(event: Event) -> str:
         case ev.JobFinished():
             word = "succeeded" if event.ok else "failed"
             return f"the job {word}: {event.reason}"
+    return _tell_of_checkpoints(event)
+
+
+def _tell_of_checkpoints(event: Event) -> str:
+    match event:
+        case ev.RestoreAgreed(fresh=False):
+            what = f"step {event.version.step}" if event.version != NONE else "nothing"
+            told = "; ".join((f"every rank restores {what} of {event.directory}", *event.notes))
+            return f"round {event.round}: {told}"
+        case ev.AttemptOpened():
+            return f"step {event.version.step} goes to {event.directory}: {event.reason}"
+        case ev.CheckpointCommitted():
+            return f"step {event.version.step} is committed in {event.directory}"
+        case ev.AttemptFailed():
+            step, where = event.version.step, event.directory
+            return f"step {step} did not reach {where}, older ones are untouched: {event.why}"
     return ""
 
 

@@ -63,6 +63,22 @@ class StoreView(Struct, frozen=True):
     keys: int = 0
 
 
+class CheckpointsView(Struct, frozen=True):
+    """The checkpoints of one directory; a step is -1 where there is none."""
+
+    directory: str
+    committed: int = -1
+    """The newest step on storage."""
+    safe: int = -1
+    """The newest step that every node has copied to others."""
+    writing: int = -1
+    """The newest step that is on its way to storage."""
+    reason: str = ""
+    """Why it is."""
+    problem: str = ""
+    """Why the last try did not get there; empty if it did."""
+
+
 class JobView(Struct, frozen=True):
     """The whole job, as /api/v1/job shows it."""
 
@@ -76,3 +92,4 @@ class JobView(Struct, frozen=True):
     nodes: tuple[NodeView, ...] = ()
     progress: ProgressView = field(default_factory=ProgressView)
     store: StoreView = field(default_factory=StoreView)
+    checkpoints: tuple[CheckpointsView, ...] = ()

@@ -4,10 +4,12 @@
 from dataclasses import dataclass
 
 from holdfast.core.kernel import Event
+from holdfast.model.checkpoint import Version
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import CheckpointCall
 
 # ---- inputs -------------------------------------------------------------------------------------
 
@@ -15,6 +17,9 @@ from holdfast.protocol import messages as m
 @dataclass(frozen=True, slots=True)
 class MasterStarted(Event):
     """A master has replayed the journal and begins to serve."""
+
+    nonce: str = ""
+    """Random, of this start alone: what the master names after it has no namesake anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,16 @@ class KvRequested(Event):
     session: str
     seq: int
     body: m.KvCall
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRequested(Event):
+    """What an agent asks the ledger of checkpoints, or tells it."""
+
+    node_id: NodeId
+    link: int
+    call: int
+    body: CheckpointCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +249,17 @@ class WorldFormed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorldFound(Event):
+    """A restarted master found this world in its journal."""
+
+    world: World
+    restarts: int
+    """How many worlds of this job broke so far."""
+    done: bool
+    """True when every worker of it had finished."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorldStarted(Event):
     """All workers of the round run."""
 
@@ -244,6 +270,13 @@ class WorldStarted(Event):
 @dataclass(frozen=True, slots=True)
 class WorldDone(Event):
     """Every worker of the round finished with exit code 0."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSettled(Event):
+    """Every worker finished, and nothing is on its way to storage any more."""
 
     round: Round
 
@@ -275,3 +308,45 @@ class IncidentClosed(Event):
     rendezvous_s: float
     restart_s: float
     restore_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreAgreed(Event):
+    """Every rank of the round has the same version at hand: NONE if there is nothing."""
+
+    directory: str
+    round: Round
+    version: Version
+    lineage: int
+    fresh: bool
+    """True when nobody wanted to restore anything."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOpened(Event):
+    """A version is on its way to storage."""
+
+    directory: str
+    version: Version
+    attempt: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed(Event):
+    """A version will not be on storage; older ones are untouched."""
+
+    directory: str
+    version: Version
+    attempt: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCommitted(Event):
+    """A version is on storage, as a whole and under its name."""
+
+    directory: str
+    version: Version
+    attempt: str

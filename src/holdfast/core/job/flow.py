@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
+from holdfast.core.job.checkpoints import Checkpoints
 from holdfast.core.job.liveness import Liveness
 from holdfast.core.job.nodes import Nodes
 from holdfast.core.job.progress import Progress
@@ -30,6 +31,7 @@ class JobCore:
     sync: Sync
     verdicts: Verdicts
     progress: Progress
+    checkpoints: Checkpoints
 
     def view(self, now: float) -> dict[str, object]:
         """The state of the job as people and tools see it."""
@@ -39,19 +41,20 @@ class JobCore:
             "nodes": self.nodes.view(),
             "progress": self.progress.view(now),
             "store": self.sync.view(),
+            "checkpoints": self.checkpoints.view(),
         }
 
 
 def build(spec: JobSpec, job: str) -> JobCore:
     """Create the machines and connect them."""
     nodes, liveness, rendezvous = Nodes(spec, job), Liveness(spec), Rendezvous()
-    sync, verdicts, progress = Sync(), Verdicts(spec), Progress()
-    core = Core((nodes, liveness, rendezvous, sync, verdicts, progress))
+    sync, verdicts, progress, checkpoints = Sync(), Verdicts(spec), Progress(), Checkpoints()
+    core = Core((nodes, liveness, rendezvous, sync, verdicts, progress, checkpoints))
 
     # Inputs.
-    core.route(ev.MasterStarted, rendezvous, nodes, verdicts)
+    core.route(ev.MasterStarted, checkpoints, rendezvous, nodes, verdicts)
     core.route(ev.AttachRequested, nodes)
-    core.route(ev.NodeAbsent, liveness, rendezvous, sync)
+    core.route(ev.NodeAbsent, liveness, rendezvous, sync, checkpoints)
     core.route(ev.LeaveRequested, nodes)
     core.route(ev.BeatReceived, liveness, progress)
     core.route(ev.StartReported, progress, rendezvous)
@@ -60,6 +63,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.FailureReported, rendezvous)
     core.route(ev.DoneReported, rendezvous)
     core.route(ev.KvRequested, sync)
+    core.route(ev.CheckpointRequested, checkpoints)
     core.route(ev.RequestDropped, sync)
     core.route(ev.NodeSeen, nodes)
     core.route(ev.StopRequested, verdicts)
@@ -69,18 +73,25 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.GenerationRaised, nodes)
     core.route(ev.NodeOrdered)
     core.route(ev.NodeExpected, liveness, sync, rendezvous)
-    core.route(ev.NodeReady, liveness, sync, rendezvous)
-    core.route(ev.NodeSilent, nodes, rendezvous)  # several at once: no world with the next one
-    core.route(ev.NodeLost, liveness, sync, rendezvous)  # sync first: nobody waits for the lost
+    core.route(ev.NodeReady, liveness, sync, rendezvous, checkpoints)
+    # Several may go silent at once: nothing is built on the next when the first is lost.
+    core.route(ev.NodeSilent, nodes, rendezvous, checkpoints)
+    core.route(ev.NodeLost, liveness, sync, checkpoints, rendezvous)  # nobody waits for the lost
     core.route(ev.LeaseExpired, nodes, liveness, rendezvous)
     core.route(ev.WorldHurt, verdicts)
-    core.route(ev.WorldBroken, progress, rendezvous)  # progress first: stages are timed in order
-    core.route(ev.WorldFormed, nodes, sync, progress)
+    core.route(ev.WorldBroken, progress, checkpoints, rendezvous)  # progress times the stages
+    core.route(ev.WorldFormed, nodes, sync, progress, checkpoints)
+    core.route(ev.WorldFound, checkpoints)
     core.route(ev.WorldStarted, progress)
-    core.route(ev.WorldDone, verdicts)
+    core.route(ev.WorldDone, checkpoints)  # the end waits for what is on its way to storage
+    core.route(ev.WorkSettled, verdicts)
     core.route(ev.WorldImpossible, verdicts)
-    core.route(ev.JobFinished, nodes, rendezvous, progress)
+    core.route(ev.JobFinished, nodes, rendezvous, progress, checkpoints)
     core.route(ev.IncidentClosed)
+    core.route(ev.RestoreAgreed)
+    core.route(ev.AttemptOpened)
+    core.route(ev.AttemptFailed)
+    core.route(ev.CheckpointCommitted)
 
     core.own(nodes, rec.RulesSet, rec.NodePlanned, rec.NodeAdmitted, rec.NodePhaseChanged)
     core.own(nodes, rec.RelaunchCounted, rec.CountersSet)
@@ -89,4 +100,5 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.own(sync, rec.BarrierReleased, rec.ScopesDropped)
     core.own(verdicts, rec.RestartCounted, rec.JobClosed)
     core.own(progress, rec.TimeSpent, rec.StepsSeen, rec.StageEntered, rec.IncidentNoted)
-    return JobCore(core, nodes, liveness, rendezvous, sync, verdicts, progress)
+    core.own(checkpoints, rec.CheckpointCommitted, rec.LineageSet)
+    return JobCore(core, nodes, liveness, rendezvous, sync, verdicts, progress, checkpoints)

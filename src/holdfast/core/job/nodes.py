@@ -120,6 +120,7 @@ class Nodes:
             store_port=attach.store_port,
             hosted_port=attach.hosted_port,
             topology=attach.topology,
+            peer_port=attach.peer_port,
         )
         fact = ev.NodeReady(
             member, Round(attach.round), returned=known is not None, cold=attach.cold

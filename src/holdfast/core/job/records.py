@@ -4,6 +4,7 @@
 import msgspec
 
 from holdfast.core.kernel import Record
+from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.world import World
 from holdfast.protocol import messages as m
 
@@ -191,6 +192,28 @@ class IncidentNoted(Record, frozen=True):
     """True while the last step before the incident is only known from a beat."""
 
 
+class CheckpointCommitted(Record, frozen=True):
+    """All parts of one attempt are on storage, and the checkpoint has its name."""
+
+    directory: str
+    version: Version
+    attempt: str
+    shape: Shape
+
+
+class LineageSet(Record, frozen=True):
+    """The ranks of a round agreed on what to restore; what they save is of this lineage.
+
+    Kept with what was agreed, so that a node that missed the answer gets the same one again.
+    """
+
+    directory: str
+    lineage: int
+    round: int
+    version: Version
+    shape: Shape
+
+
 AnyRecord = (
     RulesSet
     | GenerationSet
@@ -214,6 +237,8 @@ AnyRecord = (
     | StepsSeen
     | StageEntered
     | IncidentNoted
+    | CheckpointCommitted
+    | LineageSet
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -90,6 +90,8 @@ class Rendezvous:
                 outcome = Outcome()
                 commit(self, outcome, rec.GenerationSet(self._state.generation + 1))
                 outcome.facts.append(ev.GenerationRaised(self._state.generation, self._state.round))
+                if self._state.world is not None:
+                    outcome.facts.append(_found(self._state, self._state.world))
                 return outcome
             case ev.WorldBroken():
                 return self._broke(event, now)
@@ -273,6 +275,11 @@ class Rendezvous:
         ready = self._muster.ready.values()
         spares = sorted(one.node_rank for one in ready if one.node_id not in self._state.index)
         return {**self._state.view(), "spares": spares}
+
+
+def _found(state: WorldState, world: World) -> ev.WorldFound:
+    done = not state.broken and len(state.done) == len(state.index)
+    return ev.WorldFound(world, state.restarts + bool(state.broken), done)
 
 
 def _hurt_by(event: ev.FailureReported, state: WorldState) -> ev.WorldHurt:

@@ -35,7 +35,7 @@ class Verdicts:
         match event:
             case ev.WorldHurt():
                 return self._judge(event)
-            case ev.WorldDone():
+            case ev.WorkSettled():
                 return self._end(ok=True, reason="every worker finished")
             case ev.WorldImpossible():
                 return self._end(ok=False, reason=event.reason)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The restore agreement of one directory: every rank the same version, or nobody any.
+
+It goes in turns. In each, every node of the round says what it holds and what it has at hand; the
+newest whole version is chosen, and it is agreed on once every node has it at hand. A copy that
+turns out bad on the way is never counted again, so another turn chooses another copy, or an
+older version. Nothing here is durable: the asks hold everything and are sent again to a new master.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from holdfast.core.job import events as ev
+from holdfast.core.job.commands import Reply
+from holdfast.core.job.gathering import Gathering
+from holdfast.core.job.inventory import Inventory
+from holdfast.model.checkpoint import NONE, Stored, Version
+from holdfast.model.ids import NodeId
+from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import BadCopy, NodeRestore
+
+TURNS_MAX = 5
+"""A version that was planned this often and is still not at hand everywhere is passed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCall:
+    """A node's ask, and where its answer goes."""
+
+    request: ev.CheckpointRequested
+    body: NodeRestore
+
+    def answer(self, body: m.Answer) -> Reply:
+        return Reply(self.request.link, self.request.call, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a turn came to."""
+
+    version: Version
+    go: bool
+    fresh: bool
+    notes: tuple[str, ...]
+
+
+class Agreement:
+    """The nodes of one round on their way to a common version."""
+
+    def __init__(self, outsiders: Gathering) -> None:
+        #: What nodes without a place in the world hold.
+        self.outsiders = outsiders
+        self._asks: dict[NodeId, RestoreCall] = {}
+        self._bad: set[BadCopy] = set()
+        self._planned: Counter[Version] = Counter()
+        #: What was where in the last turn.
+        self.inventory = Inventory({})
+
+    def ask(self, call: RestoreCall) -> None:
+        """A node asks; when it asks again in a turn, only the newest ask is answered."""
+        self._asks[call.request.node_id] = call
+        self._bad.update(call.body.bad)
+
+    def withdraw(self, node_id: NodeId) -> None:
+        self._asks.pop(node_id, None)
+        self.outsiders.lost(node_id)
+
+    def is_complete(self, members: Collection[NodeId], now: float) -> bool:
+        """Whether everybody whose word counts has spoken."""
+        return len(self._asks) == len(members) and self.outsiders.is_over(now)
+
+    def is_waiting(self, members: Collection[NodeId]) -> bool:
+        """Whether only the nodes outside the world are waited for."""
+        return len(self._asks) == len(members)
+
+    def disagreement(self) -> str:
+        """Why the asks do not fit together; empty if they do."""
+        bodies = [call.body for call in self._asks.values()]
+        if len({body.fresh for body in bodies}) > 1:
+            return "some nodes call load and others save first: every rank must do the same"
+        steps = sorted({body.step for body in bodies})
+        if len(steps) > 1:
+            named = ", ".join("the newest" if step < 0 else str(step) for step in steps)
+            return f"the nodes want to load different steps: {named}"
+        return ""
+
+    def choose(self, committed: Stored | None, base: Version) -> Choice:
+        """The version of this turn, and whether every node has it at hand.
+
+        `base` is what the last agreement came to.
+        """
+        bodies = [call.body for call in self._asks.values()]
+        stored = {entry for body in bodies for entry in body.stored}
+        if committed is not None:
+            stored.add(committed)
+        held = {node_id: call.body.holdings for node_id, call in self._asks.items()}
+        inventory = Inventory(
+            {**held, **self.outsiders.found},
+            sorted(stored, key=lambda entry: entry.version),
+            self._bad,
+        )
+        self.inventory = inventory
+        if bodies[0].fresh:
+            return Choice(NONE, go=True, fresh=True, notes=())
+        step, prepared = bodies[0].step, {body.prepared for body in bodies}
+        passed_over = {v for v, turns in self._planned.items() if turns >= TURNS_MAX}
+        newest = inventory.newest(step=step, passed_over=passed_over, base=base)
+        # What all have at hand is never given up for something older.
+        if len(prepared) == 1 and (at_hand := min(prepared)) >= newest:
+            return Choice(at_hand, go=True, fresh=False, notes=self._notes(at_hand, step))
+        self._planned[newest] += 1
+        return Choice(newest, go=False, fresh=False, notes=self._notes(newest, step))
+
+    def _notes(self, chosen: Version, step: int) -> tuple[str, ...]:
+        given_up = tuple(
+            f"step {version.step} could not be brought to every node in {turns} tries"
+            for version, turns in self._planned.items()
+            if turns >= TURNS_MAX and version > chosen
+        )
+        return given_up + self.inventory.notes(chosen, step=step)
+
+    def take_asks(self) -> Iterator[RestoreCall]:
+        """The turn is over: those who wait for its answer."""
+        asks, self._asks = self._asks, {}
+        return iter(asks.values())

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bringing versions of one directory to storage: who writes what, and when it is committed.
+
+An attempt has a name of its own and a fixed set of parts. It is committed once each of those parts
+has been reported *for that attempt*, and never because of how many files or reports there are. One
+node then gives the checkpoint its name. Whatever goes wrong ends the attempt, and nothing else.
+
+Nothing here is durable. An attempt that an earlier master opened goes on with what its
+writers report: all of their calls are held until the end, and are sent again to a new master.
+"""
+
+from collections.abc import Iterable
+
+from holdfast.core.job import events as ev
+from holdfast.core.job import records as rec
+from holdfast.core.job.attempt_state import AttemptState, writer_of
+from holdfast.core.job.checkpoint_state import CheckpointState
+from holdfast.core.job.commands import Push, Reply
+from holdfast.core.job.crew import Crew
+from holdfast.core.job.inventory import Inventory
+from holdfast.core.job.persist_queue import PersistQueue, superseded
+from holdfast.core.kernel import Outcome
+from holdfast.model.checkpoint import SHARED, Shape, Version
+from holdfast.model.ids import NodeId
+from holdfast.protocol import checkpoints as c
+from holdfast.protocol import messages as m
+
+SILENCE_S = 3600.0
+"""An attempt of which nothing is heard for so long is given up."""
+
+RESUMED_S = 600.0
+"""The same for one of an earlier master, of which nobody here knows who still writes."""
+
+
+class Attempts:
+    """The open attempts of one directory, and the step that waits for its turn."""
+
+    def __init__(self, directory: str, crew: Crew, state: CheckpointState) -> None:
+        self._directory = directory
+        self._crew = crew
+        self._state = state
+        self._open: dict[str, AttemptState] = {}
+        self._queue = PersistQueue(crew)
+        #: Attempts of an earlier master that are known to be committed.
+        self._done_before: set[str] = set()
+        #: Why the last attempt failed; empty after a commit.
+        self.problem = ""
+
+    # ---- what others want to know ---------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def has_orphans(self) -> bool:
+        return any(attempt.orphans for attempt in self._open.values())
+
+    def newest_open(self) -> AttemptState | None:
+        return max(self._open.values(), key=lambda attempt: attempt.version, default=None)
+
+    def deadline(self) -> float | None:
+        return min((attempt.until for attempt in self._open.values()), default=None)
+
+    # ---- beginning ------------------------------------------------------------------------------
+
+    def ask(self, out: Outcome, request: ev.CheckpointRequested, body: c.PersistAsk) -> None:
+        """A node holds its parts of a step that shall go to storage."""
+        for attempt in self._open.values():
+            if attempt.version == body.version:
+                self._plan(out, attempt, request, body.parts)
+                return
+        newest = max(self._queue.version, self._state.newest(self._directory))
+        if body.version < newest:
+            out.commands.append(superseded(request, newest))
+        else:
+            self._queue.add(out, request, body)
+
+    def open_waiting(self, out: Outcome, now: float) -> None:
+        """Begin with the step that waits, once nothing else is open and all of it is there."""
+        whole = None if self._open else self._queue.whole()
+        if whole is None:
+            return
+        shape, writers = whole
+        version, why = self._queue.version, "the program saved it"
+        attempt = self._begin(out, version, shape, why, writers, now)
+        self._plan_for_waiting(out, attempt)
+
+    def begin_ordered(
+        self, out: Outcome, version: Version, inventory: Inventory, reason: str, now: float
+    ) -> bool:
+        """Have those who hold a version write it; False if they do not hold enough of it."""
+        shape = inventory.shape(version)
+        writers: dict[str, NodeId] = {}
+        loads: dict[NodeId, int] = {}
+        for part in shape.parts():
+            writer = writer_of(inventory.holders(version, part), self._crew, loads)
+            if writer is not None:
+                writers[part] = writer
+            elif part == SHARED or not shape.shared:
+                return False
+        attempt = self._begin(out, version, shape, reason, writers, now)
+        self._order(out, attempt, writers)
+        self._plan_for_waiting(out, attempt)
+        return True
+
+    def _begin(
+        self,
+        out: Outcome,
+        version: Version,
+        shape: Shape,
+        reason: str,
+        writers: dict[str, NodeId],
+        now: float,
+    ) -> AttemptState:
+        name, until = self._crew.new_attempt(), now + SILENCE_S
+        attempt = AttemptState(name, version, shape, reason, until, set(writers), writers)
+        self._open[name] = attempt
+        out.facts.append(ev.AttemptOpened(self._directory, version, name, reason))
+        return attempt
+
+    def _plan_for_waiting(self, out: Outcome, attempt: AttemptState) -> None:
+        for request, body in self._queue.take(attempt.version):
+            self._plan(out, attempt, request, body.parts)
+
+    def _plan(
+        self,
+        out: Outcome,
+        attempt: AttemptState,
+        request: ev.CheckpointRequested,
+        parts: tuple[str, ...],
+    ) -> None:
+        """Tell a node which of its parts it writes: the same, however often it asks."""
+        node_id = request.node_id
+        if attempt.is_resumed:
+            # As the earlier master divided it: see PersistQueue.
+            is_first = self._crew.index.get(node_id) == 0
+            mine = [part for part in parts if part != SHARED or is_first]
+        else:
+            mine = [part for part in parts if attempt.writers.get(part) == node_id]
+        plan = c.PersistPlan(attempt.attempt, tuple(mine))
+        out.commands.append(Reply(request.link, request.call, plan))
+
+    def _order(self, out: Outcome, attempt: AttemptState, parts: Iterable[str]) -> None:
+        """Tell the writers of these parts to write them, each once."""
+        shares: dict[NodeId, list[str]] = {}
+        for part in sorted(parts):
+            shares.setdefault(attempt.writers[part], []).append(part)
+        for node_id in sorted(shares):
+            key = (node_id, tuple(shares[node_id]))
+            out.commands.append(attempt.order(self._directory, key))
+
+    # ---- reports and the commit -----------------------------------------------------------------
+
+    def persisted(
+        self, out: Outcome, request: ev.CheckpointRequested, body: c.PartsPersisted, now: float
+    ) -> None:
+        """Parts are on storage, or will not be."""
+        last = self._state.committed.get(self._directory)
+        if last is not None and (body.attempt == last.attempt or body.version < last.version):
+            out.commands.append(Reply(request.link, request.call, c.PersistState(last.version)))
+            return
+        attempt = self._open.get(body.attempt)
+        if attempt is None and self._crew.is_ours(body.attempt):
+            why = self.problem or "the attempt is over"
+            out.commands.append(Reply(request.link, request.call, m.Refused("rejected", why)))
+            return
+        if attempt is None:
+            attempt = self._resume(out, body)
+        key = (request.node_id, body.parts)
+        attempt.held[key] = request
+        attempt.until = now + (RESUMED_S if attempt.is_resumed else SILENCE_S)
+        if body.problem:
+            self._give_up(out, attempt, body.problem)
+        elif body.attempt in self._done_before:
+            self._committed(out, attempt)
+        else:
+            attempt.reported(key, body.files)
+
+    def _resume(self, out: Outcome, body: c.PartsPersisted) -> AttemptState:
+        """Go on with an attempt that an earlier master opened."""
+        attempt = AttemptState.resumed(body)
+        self._open[body.attempt] = attempt
+        self._plan_for_waiting(out, attempt)
+        return attempt
+
+    def commit_next(self, out: Outcome) -> None:
+        """Have the oldest whole attempt committed. One at a time: the newest name is the last."""
+        if any(attempt.committer is not None for attempt in self._open.values()):
+            return
+        whole = [attempt for attempt in self._open.values() if not attempt.missing]
+        for attempt in sorted(whole, key=lambda one: one.version):
+            if twice := attempt.named_twice():
+                self._give_up(out, attempt, f"two nodes wrote a file {twice!r}")
+                continue
+            here = [node_id for node_id, _ in attempt.held if node_id in self._crew.present]
+            if here:
+                attempt.committer = min(here, key=self._crew.place)
+                order = attempt.commit_order(self._directory)
+                out.commands.append(Push(attempt.committer, order))
+                return
+
+    def commit_done(self, out: Outcome, body: c.CommitDone) -> None:
+        """A node gave a checkpoint its name, or could not."""
+        attempt = self._open.get(body.attempt)
+        if attempt is not None and body.problem:
+            self._give_up(out, attempt, body.problem)
+        elif attempt is not None:
+            self._committed(out, attempt)
+        elif not body.problem and not self._crew.is_ours(body.attempt):
+            # Only whole attempts are ever committed. The shape comes with the reports.
+            self._done_before.add(body.attempt)
+
+    def _committed(self, out: Outcome, attempt: AttemptState) -> None:
+        del self._open[attempt.attempt]
+        self._done_before.discard(attempt.attempt)
+        directory, version, name = self._directory, attempt.version, attempt.attempt
+        record = rec.CheckpointCommitted(directory, version, name, attempt.shape)
+        self._state.commit(out, record)
+        out.facts.append(ev.CheckpointCommitted(directory, version, name))
+        for request in attempt.held.values():
+            out.commands.append(Reply(request.link, request.call, c.PersistState(version)))
+        self._queue.refuse_before(out, version)
+        for older in [one for one in self._open.values() if one.version < version]:
+            self._give_up(out, older, f"superseded by step {version.step}")
+        self.problem = ""
+
+    def _give_up(self, out: Outcome, attempt: AttemptState, why: str) -> None:
+        """End an attempt; nothing that was committed before is touched."""
+        del self._open[attempt.attempt]
+        self.problem = f"step {attempt.version.step} did not reach storage: {why}"
+        out.facts.append(ev.AttemptFailed(self._directory, attempt.version, attempt.attempt, why))
+        for request in attempt.held.values():
+            refusal = m.Refused("rejected", self.problem)
+            out.commands.append(Reply(request.link, request.call, refusal))
+
+    def expire(self, out: Outcome, now: float) -> None:
+        """Give up what nothing was heard of for too long."""
+        for attempt in [one for one in self._open.values() if one.until <= now]:
+            what = min(attempt.missing, default="the commit")
+            self._give_up(out, attempt, f"nothing was heard of {what} for too long")
+
+    # ---- nodes and rounds come and go -----------------------------------------------------------
+
+    def node_lost(self, out: Outcome, node_id: NodeId) -> None:
+        self._queue.withdraw(node_id)
+        for attempt in list(self._open.values()):
+            attempt.abandoned(node_id)
+            if attempt.is_resumed and attempt.missing:
+                self._give_up(out, attempt, "a node was lost that may have been writing it")
+            elif not (attempt.held or attempt.missing):
+                self._give_up(out, attempt, "all nodes that wrote it were lost")
+
+    def node_returned(self, out: Outcome, node_id: NodeId) -> None:
+        """The node may have missed what it was told."""
+        for attempt in self._open.values():
+            for key in [key for key in attempt.orders if key[0] == node_id]:
+                out.commands.append(attempt.order(self._directory, key))
+            if attempt.committer == node_id:
+                out.commands.append(Push(node_id, attempt.commit_order(self._directory)))
+
+    def adopt_orphans(self, out: Outcome, inventory: Inventory) -> None:
+        """Have others write what lost nodes left unwritten, where there is a copy."""
+        for attempt in [one for one in self._open.values() if one.orphans]:
+            loads: dict[NodeId, int] = {}
+            orphans, attempt.orphans = sorted(attempt.orphans), set()
+            for part in orphans:
+                holders = inventory.holders(attempt.version, part)
+                writer = writer_of(holders, self._crew, loads)
+                if writer is not None:
+                    attempt.writers[part] = writer
+                elif attempt.shape.shared and part != SHARED:
+                    attempt.missing.discard(part)
+                else:
+                    self._give_up(out, attempt, f"{part} was lost with its node")
+                    break
+            else:
+                self._order(out, attempt, (part for part in orphans if part in attempt.writers))
+
+    def round_over(self, out: Outcome) -> None:
+        """What the last world wanted and had not begun is over with it."""
+        for request in self._queue.clear():
+            stale = m.Refused("stale", "the round in which this was asked is over")
+            out.commands.append(Reply(request.link, request.call, stale))

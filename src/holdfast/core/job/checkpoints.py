@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of checkpoints: what is restored, what is on storage, and what is safe elsewhere.
+
+Per directory it leads the restore agreement (agreement.py) and the attempts to bring versions to
+storage (attempts.py), and knows which version every node has copied to others. Durable are only
+the newest committed version and the lineage: all else is in calls that agents hold and send again.
+
+It needs little of the rest of the job: the world of the round, and who comes and goes.
+"""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from holdfast.core.job import events as ev
+from holdfast.core.job import records as rec
+from holdfast.core.job.agreement import Agreement, RestoreCall
+from holdfast.core.job.checkpoint_state import CheckpointState
+from holdfast.core.job.commands import Reply
+from holdfast.core.job.crew import Crew
+from holdfast.core.job.gathering import Gathering
+from holdfast.core.job.series_state import SeriesState
+from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
+from holdfast.model.checkpoint import NONE, Stored
+from holdfast.model.ids import NodeId, Round
+from holdfast.protocol import checkpoints as c
+from holdfast.protocol import messages as m
+
+SETTLE_S = 600.0
+"""How long the end of the job waits for what is still on its way to storage."""
+
+RETURN_S = 15.0
+"""How long a new master waits for agents that may still bring something to storage."""
+
+BREAKPOINT = "the newest state in memory, as the world changed"
+
+
+class Checkpoints:
+    """All directories of the job."""
+
+    def __init__(self) -> None:
+        self._crew = Crew()
+        self._state = CheckpointState()
+        self._series: dict[str, SeriesState] = {}
+        self._breaks = 0
+        #: The round that is done, and between when and when its end may be told.
+        self._settling: tuple[Round, float, float] | None = None
+        self._ended = False
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> Outcome:
+        out = Outcome()
+        match event:
+            case ev.CheckpointRequested():
+                self._requested(out, event, now)
+            case ev.NodeReady():
+                self._crew.arrived(event.member)
+                for series in self._series.values():
+                    series.node_returned(out, event.member.node_id)
+            case ev.NodeAbsent() | ev.NodeSilent():
+                self._crew.present.discard(event.node_id)
+                return NOTHING
+            case ev.NodeLost():
+                self._crew.lost(event.node_id)
+                for series in self._series.values():
+                    series.node_lost(out, event.node_id)
+            case ev.WorldFormed():
+                self._crew.formed(event.world)
+                for series in self._series.values():
+                    series.round_over(out)
+            case Tick():
+                for series in self._series.values():
+                    series.attempts.expire(out, now)
+            case _:
+                self._job_event(event, now)
+        if isinstance(event, ev.CheckpointRequested):
+            self._advance(out, self._touched(event.body), now)
+        else:
+            self._advance(out, self._series.values(), now)
+        return out
+
+    def _job_event(self, event: Event, now: float) -> None:
+        match event:
+            case ev.MasterStarted():
+                self._crew.nonce = event.nonce
+            case ev.WorldFound():
+                self._crew.found(event.world)
+                self._breaks = event.restarts
+                if event.done:
+                    # Its agents may have something to say yet.
+                    self._settling = (event.world.round, now + RETURN_S, now + SETTLE_S)
+            case ev.WorldBroken():
+                self._breaks += 1
+            case ev.WorldDone():
+                self._settling = (event.round, now, now + SETTLE_S)
+            case ev.JobFinished():
+                self._ended = True
+                self._settling = None
+
+    def _touched(self, body: c.CheckpointCall) -> Iterable[SeriesState]:
+        return () if isinstance(body, c.PeersAsk) else (self._of(body.directory),)
+
+    def _of(self, directory: str) -> SeriesState:
+        series = self._series.get(directory)
+        if series is None:
+            series = self._series[directory] = SeriesState(directory, self._crew, self._state)
+        return series
+
+    def _requested(self, out: Outcome, event: ev.CheckpointRequested, now: float) -> None:
+        body = event.body
+        answer: m.Answer | None = None
+        if isinstance(
+            body, c.NodeRestore | c.PersistAsk | c.PeersAsk
+        ) and not self._crew.is_current(event.node_id, body.round):
+            answer = m.Refused("stale", f"round {body.round} is over")
+        else:
+            match body:
+                case c.NodeRestore():
+                    answer = self._restore(out, event, body, now)
+                case c.PartsLocate():
+                    self._of(body.directory).locate(event, body)
+                case c.PersistAsk():
+                    self._of(body.directory).attempts.ask(out, event, body)
+                case c.PartsPersisted():
+                    self._of(body.directory).attempts.persisted(out, event, body, now)
+                case c.FlushAsk():
+                    self._of(body.directory).flush(event, body)
+                case c.CommitDone():
+                    self._of(body.directory).attempts.commit_done(out, body)
+                    answer = m.Done()
+                case c.InventoryTaken():
+                    self._of(body.directory).inventory_taken(event.node_id, body)
+                    answer = m.Done()
+                case c.Replicated():
+                    self._of(body.directory).replicated(out, event.node_id, body)
+                    answer = m.Done()
+                case c.PeersAsk():
+                    answer = self._peers(event.node_id, body)
+                case _:
+                    assert_never(body)
+        if answer is not None:
+            out.commands.append(Reply(event.link, event.call, answer))
+
+    def _peers(self, node_id: NodeId, body: c.PeersAsk) -> c.Peers:
+        ring = self._crew.ring
+        if body.parity:
+            return c.Peers(self._crew.peers(ring.parity_group(node_id, body.parity)))
+        return c.Peers(self._crew.peers(ring.replica_peers(node_id, body.replicas)))
+
+    def _advance(self, out: Outcome, touched: Iterable[SeriesState], now: float) -> None:
+        """Whatever may go on after what has just happened does."""
+        for series in touched:
+            self._agree(out, series, now)
+            series.advance(out, now)
+        self._settle(out, now)
+
+    def _settle(self, out: Outcome, now: float) -> None:
+        if self._settling is None:
+            return
+        round_number, earliest, latest = self._settling
+        if now >= latest or (now >= earliest and not any(s.is_busy for s in self._series.values())):
+            self._settling = None
+            out.facts.append(ev.WorkSettled(round_number))
+
+    # ---- the restore agreement ------------------------------------------------------------------
+
+    def _restore(
+        self, out: Outcome, event: ev.CheckpointRequested, body: c.NodeRestore, now: float
+    ) -> m.Answer | None:
+        agreed = self._state.agreed.get(body.directory)
+        if agreed is not None and agreed.round == body.round and body.lineage < agreed.lineage:
+            # The others have gone on: this node missed the answer.
+            if body.prepared == agreed.version:
+                return self._go(agreed, (), now)
+            what = f"step {agreed.version.step}" if agreed.version != NONE else "a fresh start"
+            return m.Refused("rejected", f"the other nodes of the round agreed on {what} already")
+        series = self._of(body.directory)
+        if series.agreement is None:
+            outsiders = self._crew.outsiders()
+            number = self._crew.next_number()
+            gathering = Gathering(body.directory, number, outsiders, now)
+            gathering.ask(out)
+            series.agreement = Agreement(gathering)
+        series.agreement.ask(RestoreCall(event, body))
+        return None
+
+    def _agree(self, out: Outcome, series: SeriesState, now: float) -> None:
+        agreement = series.agreement
+        if agreement is None or not agreement.is_complete(self._crew.index, now):
+            return
+        if problem := agreement.disagreement():
+            for call in agreement.take_asks():
+                out.commands.append(call.answer(m.Refused("usage", problem)))
+            series.agreement = None
+            return
+        directory = series.directory
+        committed = self._state.committed.get(directory)
+        choice = agreement.choose(
+            None if committed is None else Stored(committed.version, committed.shape),
+            self._state.base(directory),
+        )
+        inventory = series.inventory = agreement.inventory
+        version, shape = choice.version, inventory.shape(choice.version)
+        asks = list(agreement.take_asks())
+        if not choice.go:
+            for call in asks:
+                node_id = call.request.node_id
+                sources = inventory.sources(version, call.body.wants, node_id, self._crew)
+                rate = self._failures_per_s(now)
+                plan = c.RestorePlan(version, shape, False, -1, sources, rate, choice.notes)
+                out.commands.append(call.answer(plan))
+            return
+        lineage = 1 + max(self._state.lineage(directory), inventory.highest_lineage())
+        agreed = rec.LineageSet(directory, lineage, self._crew.round, version, shape)
+        self._state.commit(out, agreed)
+        series.agreement = None
+        out.facts.append(
+            ev.RestoreAgreed(
+                directory, self._crew.round, version, lineage, choice.fresh, choice.notes
+            )
+        )
+        for call in asks:
+            out.commands.append(call.answer(self._go(agreed, choice.notes, now)))
+        if any(call.body.breakpoint for call in asks) and not choice.fresh:
+            series.bring_to_storage(out, version, inventory, BREAKPOINT, now)
+
+    def _go(self, agreed: rec.LineageSet, notes: tuple[str, ...], now: float) -> c.RestorePlan:
+        rate = self._failures_per_s(now)
+        return c.RestorePlan(agreed.version, agreed.shape, True, agreed.lineage, (), rate, notes)
+
+    def _failures_per_s(self, now: float) -> float:
+        return self._breaks / now if now > 0 else 0.0
+
+    # ---- time, durable state, looking -----------------------------------------------------------
+
+    def deadline(self) -> float | None:
+        if self._ended:
+            return None
+        found = [series.deadline() for series in self._series.values()]
+        if self._settling is not None:
+            _, earliest, latest = self._settling
+            # What is busy until then wakes us by itself.
+            is_busy = any(series.is_busy for series in self._series.values())
+            found.append(latest if is_busy else earliest)
+        return min((at for at in found if at is not None), default=None)
+
+    def apply(self, record: Record) -> None:
+        self._state.apply(record)
+
+    def snapshot(self) -> Iterable[Record]:
+        return self._state.snapshot()
+
+    def view(self) -> list[dict[str, object]]:
+        """Each directory as people see it."""
+        known = self._state.committed.keys() | self._series.keys() | self._state.agreed.keys()
+        return [self._of(directory).view() for directory in sorted(known)]

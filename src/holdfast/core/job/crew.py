@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is there, as the ledger of checkpoints sees it. Nothing here is durable."""
+
+from holdfast.core.job.placement import Ring
+from holdfast.model.ids import NodeId, Round
+from holdfast.model.world import Member, World
+from holdfast.protocol.checkpoints import Peer
+
+
+class Crew:
+    """The present world, and the nodes that can be told something."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        #: Nodes with a stream.
+        self.present: set[NodeId] = set()
+        #: Nodes that are not lost, also while their stream is broken: their memory is still there.
+        self._known: dict[NodeId, Member] = {}
+        #: The group rank of each member of the world.
+        self.index: dict[NodeId, int] = {}
+        #: The first worker rank of each.
+        self._first_rank: dict[NodeId, int] = {}
+        self.ring = Ring(())
+        #: Drawn by the driver at every start of a master: names given out are never given again.
+        self.nonce = ""
+        self._given = 0
+
+    @property
+    def round(self) -> Round:
+        return Round(0) if self.world is None else self.world.round
+
+    def found(self, world: World) -> None:
+        """A restarted master knows this world, but not yet who of it is still there."""
+        self.world = world
+        self.index = {member.node_id: i for i, member in enumerate(world.members)}
+        self._first_rank = world.rank_offsets()
+        self.ring = Ring(world.members)
+        self._known.update((member.node_id, member) for member in world.members)
+
+    def formed(self, world: World) -> None:
+        """Only nodes that are there become members of a world."""
+        self.found(world)
+        self.present.update(self.index)
+
+    def arrived(self, member: Member) -> None:
+        self.present.add(member.node_id)
+        self._known[member.node_id] = member
+
+    def lost(self, node_id: NodeId) -> None:
+        self.present.discard(node_id)
+        self._known.pop(node_id, None)
+
+    def is_current(self, node_id: NodeId, round_number: int) -> bool:
+        """Whether a node speaks of the present round, and is part of it."""
+        return round_number == self.round and node_id in self.index
+
+    def outsiders(self) -> list[NodeId]:
+        """Nodes that are there and have no place in the world."""
+        return sorted(self.present - self.index.keys())
+
+    def place(self, node_id: NodeId) -> tuple[int, int]:
+        """Sorts nodes: members by group rank, then the others."""
+        return self.index.get(node_id, len(self.index)), node_id
+
+    def address(self, node_id: NodeId) -> str:
+        """Where the node serves parts of checkpoints; empty if nowhere."""
+        member = self._known.get(node_id)
+        if member is None or not member.peer_port:
+            return ""
+        host = f"[{member.host}]" if ":" in member.host else member.host
+        return f"{host}:{member.peer_port}"
+
+    def peers(self, members: list[Member]) -> tuple[Peer, ...]:
+        """These members of the world as others reach them, without those that cannot be reached."""
+        return tuple(
+            Peer(member.node_id, address, self._first_rank[member.node_id], member.nproc)
+            for member in members
+            if (address := self.address(member.node_id))
+        )
+
+    def next_number(self) -> int:
+        """A number that this master has not given out yet."""
+        self._given += 1
+        return self._given
+
+    def new_attempt(self) -> str:
+        """A name that no attempt had before."""
+        return f"{self.nonce}-{self.round}-{self.next_number()}"
+
+    def is_ours(self, attempt: str) -> bool:
+        """Whether this master gave the attempt its name, and not one before it."""
+        return attempt.startswith(f"{self.nonce}-")
