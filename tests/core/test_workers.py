@@ -257,3 +257,35 @@ def test_ranks_and_sizes_follow_from_the_world() -> None:
 def test_a_virtual_local_rank_sees_one_device_as_the_first() -> None:
     env = environment(virtual_local_rank=True)
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", "5")
+
+
+def test_memory_is_flushed_after_the_workers_and_before_the_node_leaves() -> None:
+    node = Node().running()
+    assert node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True)) == [ev.EndWorkers(True)]
+    assert node.exited(0) == []
+    assert node.exited(1) == [ev.Flush()]
+    commands = node.tell(ev.Flushed())
+    assert commands == [
+        ev.Report(m.Leave("SIGTERM")),
+        ev.ExitAgent(143, "SIGTERM", None),
+    ]
+
+
+def test_who_is_asked_twice_to_go_does_not_flush() -> None:
+    node = Node().running()
+    node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
+    node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
+    node.exited(0)
+    commands = node.exited(1)
+    assert ev.Flush() not in commands
+    assert commands[-1] == ev.ExitAgent(143, "SIGTERM", None)
+
+
+def test_a_second_signal_ends_a_flush_that_takes_long() -> None:
+    node = Node().running()
+    node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
+    node.exited(0)
+    assert node.exited(1) == [ev.Flush()]
+    commands = node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
+    assert commands[-1] == ev.ExitAgent(143, "SIGTERM", None)
+    assert node.tell(ev.Flushed()) == []

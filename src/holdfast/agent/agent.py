@@ -16,17 +16,25 @@ from holdfast.agent.processes import Processes, WorkerExit
 from holdfast.agent.pulse import Pulse
 from holdfast.agent.relay import Relay
 from holdfast.agent.stream import MasterStream
+from holdfast.agent.vault import Vault
 from holdfast.agent.warmth import Warmth
 from holdfast.core.kernel import Command, Event, Tick
 from holdfast.core.node import events as ev
 from holdfast.core.node.workers import Workers
 from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import CheckpointPush
 from holdfast.runtime.observe import Say
 from holdfast.runtime.transport import listen
 
 FAREWELL_S = 2.0
 """How long a leaving agent waits for the master to take note."""
+
+END_S = 300.0
+"""What checkpoints in memory get to reach storage at the end of the job."""
+
+FLUSH_S_MIN = 5.0
+"""What checkpoints in memory get to reach storage, even if the workers used up all the grace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +78,15 @@ class Agent:
         self._settings = settings
         self._say = say
         self._loop = asyncio.get_running_loop()
-        self._core = Workers(settings.program.launch.nproc)
+        nproc = settings.program.launch.nproc
+        self._core = Workers(nproc)
         self._group: Group | None = None
         self._port = ReservedPort()
         self._old_port: ReservedPort | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._errands: set[asyncio.Task[None]] = set()
         self._last_step_ago_s, self._last_step_read_at = -1.0, 0.0
+        self._leaves_by = 0.0
         self._unreported = 0
         self._all_reported = asyncio.Event()
         self._end: asyncio.Future[AgentEnd] = self._loop.create_future()
@@ -100,6 +110,9 @@ class Agent:
         self._warmth = Warmth(
             settings.program, self._processes, self._stream, run=self._run, say=say
         )
+        self._vault = Vault(
+            self._stream, say, settings.token, nproc, tls=settings.tls, host=settings.host
+        )
         self._pulse = Pulse(
             self._stream,
             self._processes,
@@ -109,7 +122,7 @@ class Agent:
 
     async def run(self) -> AgentEnd:
         """Serve until the job, or this node's part in it, is over."""
-        relay = Relay(self._stream)
+        relay = Relay(self._stream, self._vault)
         server = await listen(self._settings.program.launch.socket, relay, self._settings.token)
         stream = self._loop.create_task(self._stream.run())
         stream.add_done_callback(self._stream_ended)
@@ -126,6 +139,7 @@ class Agent:
             await server.close()
             self._warmth.close()
             await self._processes.close()
+            await self._vault.close()
             if self._group is not None:
                 self._group.close()
             self._port.close()
@@ -134,7 +148,8 @@ class Agent:
 
     def shut_down(self, reason: str, exit_code: int) -> None:
         """Leave the job: workers end with grace, the master is told."""
-        self.feed(ev.ShutdownRequested(reason, exit_code))
+        self._leaves_by = self._loop.time() + self._settings.grace_s
+        self.feed(ev.ShutdownRequested(reason, exit_code, flush=self._vault.has_unsaved))
 
     def feed(self, event: Event) -> None:
         """Let the core decide, and do what it says."""
@@ -155,8 +170,12 @@ class Agent:
                     self._run(self._processes.stop(self._settings.grace_s))
                 else:
                     self._processes.kill_now()
+            case ev.Report(m.WorkersDone() as done):
+                self._run(self._report_done(done))
             case ev.Report():
                 self._report(command.body)
+            case ev.Flush():
+                self._run(self._flush())
             case ev.HoldWorkers():
                 self._processes.signal_all(signal.SIGSTOP)
             case ev.ResumeWorkers():
@@ -185,6 +204,7 @@ class Agent:
             self._last_step_ago_s = self._group.last_step_ago_s()
             self._last_step_read_at = self._loop.time()
             self._group.close()
+        self._vault.begin_round(run.round, run.group_rank)
         # The old port stays ours until the next round: its store may still be in use.
         if self._old_port is not None:
             self._old_port.close()
@@ -230,10 +250,12 @@ class Agent:
             node_id=settings.node_id,
             node_rank=settings.node_rank,
             topology=settings.topology,
+            peer_port=self._vault.peer_port,
         )
 
     def attached(self, welcome: m.Attached, *, sent_at: float) -> None:
         self._pulse.begin(welcome, sent_at=sent_at)
+        self._vault.joined(welcome.node_id)
         if self._core.round == 0:
             self._warmth.attached(welcome)
 
@@ -246,7 +268,10 @@ class Agent:
             case m.Fenced():
                 self.feed(ev.FencedOff(body.reason))
             case m.JobEnded():
-                self.feed(ev.EndReceived(body))
+                self._leaves_by = self._loop.time() + END_S
+                self.feed(ev.EndReceived(body, self._vault.has_unsaved))
+            case _ if isinstance(body, CheckpointPush):
+                self._vault.pushed(body)
 
     def refused(self, refusal: m.Refused) -> None:
         if refusal.kind == "stale":
@@ -278,6 +303,16 @@ class Agent:
                 self._all_reported.set()
 
         self._stream.call(body, answered)
+
+    async def _report_done(self, done: m.WorkersDone) -> None:
+        """The job may end after this: what must be on storage gets there first."""
+        await self._vault.settle()
+        await self._vault.flush(END_S)
+        self._report(done)
+
+    async def _flush(self) -> None:
+        await self._vault.flush(max(FLUSH_S_MIN, self._leaves_by - self._loop.time()))
+        self.feed(ev.Flushed())
 
     async def _say_farewell(self) -> None:
         if self._unreported:

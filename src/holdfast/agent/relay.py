@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's private socket for its workers: what they ask goes to the master and back."""
+"""The agent's private socket for its workers: the master or the vault answers what they ask."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import VaultCall
 from holdfast.protocol.services import FROM_WORKERS
 from holdfast.runtime.transport import Link
 
@@ -23,17 +24,29 @@ class Upstream(Protocol):
     def forget(self, number: int) -> None: ...
 
 
-class Relay:
-    """Passes requests on. Knows nothing about what they mean."""
+class Keeper(Protocol):
+    """Who answers what is about checkpoints."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def handle(self, link: Link, frame: m.Frame) -> None: ...
+
+    def link_closed(self, link: Link) -> None: ...
+
+
+class Relay:
+    """Passes requests on, to the master or to the vault. Knows nothing about what they mean."""
+
+    def __init__(self, upstream: Upstream, vault: Keeper) -> None:
         self._upstream = upstream
+        self._vault = vault
         self._pending: dict[int, set[int]] = {}
 
     def opened(self, link: Link) -> None:
         self._pending[link.number] = set()
 
     def received(self, link: Link, frame: m.Frame) -> None:
+        if isinstance(frame.body, VaultCall):
+            self._vault.handle(link, frame)
+            return
         if type(frame.body) not in FROM_WORKERS:
             refusal = f"a worker may not send {type(frame.body).__name__}"
             link.send(m.Refused("rejected", refusal), frame.call)
@@ -50,3 +63,4 @@ class Relay:
     def closed(self, link: Link) -> None:
         for number in self._pending.pop(link.number, ()):
             self._upstream.forget(number)
+        self._vault.link_closed(link)

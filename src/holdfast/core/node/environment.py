@@ -55,6 +55,7 @@ def worker_environment(
         HOLDFAST_SOCKET=launch.socket,
         HOLDFAST_TOKEN_FILE=launch.token_file,
         HOLDFAST_ROUND=str(run.round),
+        HOLDFAST_LOCAL_RANK=str(local_rank),
         HOLDFAST_GENERATION=str(run.generation),
         HOLDFAST_PROGRESS=progress,
     )

@@ -87,6 +87,7 @@ class EndReceived(Event):
     """The job ended."""
 
     end: m.JobEnded
+    flush: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,13 @@ class ShutdownRequested(Event):
 
     reason: str
     exit_code: int
+    flush: bool = False
+    """True when checkpoints in memory must go to storage before the node does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed(Event):
+    """What was in memory is on storage, or there was no way or no more time."""
 
 
 # ---- asked --------------------------------------------------------------------------------------
@@ -127,6 +135,11 @@ class Report(Command):
     """Tell the master, however long that takes."""
 
     body: m.WorkersStarted | m.WorkersFailed | m.WorkersDone | m.Leave
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(Command):
+    """Bring the newest checkpoint in memory to storage; `Flushed` is awaited."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,10 @@ class Workers:
         self._lease_until: float | None = None
         self._is_held = False
         self._exit: ev.ExitAgent | None = None
+        #: Said when nothing is left to do here, right before the exit.
+        self._farewell: m.Leave | None = None
+        self._must_flush = False
+        self._is_flushing = False
         self._rejoins = False
 
     @property
@@ -78,20 +82,31 @@ class Workers:
         """Events after which this agent, or its present identity, is over."""
         if self._exit is not None:
             if isinstance(event, ev.ShutdownRequested):
-                return self._end_workers(gently=False)  # Asked twice: no more patience.
+                # Asked twice: no more patience.
+                self._must_flush = self._is_flushing = False
+                return self._end_workers(gently=False)
+            if isinstance(event, ev.Flushed) and self._is_flushing:
+                self._is_flushing = False
+                return self._settle()
             return NOTHING
         outcome = Outcome()
         match event:
             case ev.EndReceived():
                 code = 0 if event.end.ok else 1
                 self._exit = ev.ExitAgent(code, event.end.reason, event.end)
+                self._must_flush = event.flush
                 outcome.add(self._head_for(None, gently=True))
             case ev.FencedOff():
                 self._exit = ev.ExitAgent(1, event.reason, None)
                 outcome.add(self._head_for(None, gently=False))
             case ev.ShutdownRequested():
                 self._exit = ev.ExitAgent(event.exit_code, event.reason, None)
-                outcome.commands.append(ev.Report(m.Leave(event.reason)))
+                leave = m.Leave(event.reason)
+                if event.flush:
+                    # As long as this node has not left, the others wait for what it still holds.
+                    self._must_flush, self._farewell = True, leave
+                else:
+                    outcome.commands.append(ev.Report(leave))
                 outcome.add(self._head_for(None, gently=True))
             case ev.GivenUp():
                 self._rejoins = True
@@ -130,7 +145,14 @@ class Workers:
             return NOTHING
         self._run, self._is_ending = None, False
         outcome = Outcome()
-        if self._exit is not None:
+        if self._is_flushing:
+            return outcome
+        if self._must_flush:
+            self._must_flush, self._is_flushing = False, True
+            outcome.commands.append(ev.Flush())
+        elif self._exit is not None:
+            if self._farewell is not None:
+                outcome.commands.append(ev.Report(self._farewell))
             outcome.commands.append(self._exit)
         elif self._rejoins:
             self._rejoins = False
@@ -151,7 +173,7 @@ class Workers:
             return outcome
         assert self._run is not None
         if event.problem:
-            failure = self._failure(-1, 0, None, None, ExitReason.UNKNOWN, event.problem)
+            failure = _failure(self._run, -1, 0, None, None, ExitReason.UNKNOWN, event.problem)
             return self._fail(failure)
         report = m.WorkersStarted(event.round, 0, event.how, event.took_s)
         outcome = Outcome(commands=[ev.Report(report)])
@@ -171,7 +193,8 @@ class Workers:
             return NOTHING
         reason = classify_exit(event.code, event.signal)
         message = event.message or _how_it_ended(event)
-        failure = self._failure(
+        failure = _failure(
+            self._run,
             event.local_rank,
             event.pid,
             event.code,
@@ -182,30 +205,6 @@ class Workers:
             event.last_step_ago_s,
         )
         return self._fail(failure)
-
-    def _failure(
-        self,
-        local_rank: int,
-        pid: int,
-        code: int | None,
-        signal: int | None,
-        reason: ExitReason,
-        message: str,
-        traceback: str = "",
-        last_step_ago_s: float = -1.0,
-    ) -> m.FailureInfo:
-        assert self._run is not None
-        return m.FailureInfo(
-            rank=self._run.rank_offset + max(local_rank, 0),
-            local_rank=local_rank,
-            pid=pid,
-            exit_code=code,
-            signal=signal,
-            reason=reason,
-            message=message,
-            traceback=traceback,
-            last_step_ago_s=last_step_ago_s,
-        )
 
     def _fail(self, failure: m.FailureInfo) -> Outcome:
         """Report the first failure at once; the others of this group are its consequences."""
@@ -234,7 +233,9 @@ class Workers:
         for local_rank, at in list(self._stopped.items()):
             if at <= now and not self._is_ending and self._run is not None:
                 message = f"was stopped by a signal and did not continue within {STOPPED_S:g} s"
-                failure = self._failure(local_rank, 0, None, None, ExitReason.STALLED, message)
+                failure = _failure(
+                    self._run, local_rank, 0, None, None, ExitReason.STALLED, message
+                )
                 outcome.add(self._fail(failure))
                 break
         return outcome
@@ -257,6 +258,30 @@ class Workers:
 
     def snapshot(self) -> Iterable[Record]:
         return ()
+
+
+def _failure(
+    run: m.RunWorld,
+    local_rank: int,
+    pid: int,
+    code: int | None,
+    signal: int | None,
+    reason: ExitReason,
+    message: str,
+    traceback: str = "",
+    last_step_ago_s: float = -1.0,
+) -> m.FailureInfo:
+    return m.FailureInfo(
+        rank=run.rank_offset + max(local_rank, 0),
+        local_rank=local_rank,
+        pid=pid,
+        exit_code=code,
+        signal=signal,
+        reason=reason,
+        message=message,
+        traceback=traceback,
+        last_step_ago_s=last_step_ago_s,
+    )
 
 
 def _how_it_ended(event: ev.WorkerExited) -> str:

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vault: keeps the memory checkpoints of this node's workers and moves them where they belong.
+
+Workers ask for slots and write them; everything else about their bytes happens here, beside the
+training. What is decided for a whole job (which version, whose turn, when it is committed) the
+master decides; the vault asks it and carries it out.
+"""
+
+import asyncio
+import hashlib
+import secrets
+import ssl
+
+from holdfast.agent.relay import Upstream
+from holdfast.agent.vault_means import Means
+from holdfast.agent.vault_memory import Memory
+from holdfast.agent.vault_series import SeriesKeeper
+from holdfast.agent.vault_shelf import Shelf
+from holdfast.checkpoint.arena import Arena
+from holdfast.checkpoint.peer_server import PeerServer
+from holdfast.checkpoint.peers import PeerClient
+from holdfast.model.checkpoint import Series
+from holdfast.model.errors import (
+    FencedError,
+    HoldfastError,
+    RejectedError,
+    StateError,
+    TimedOutError,
+)
+from holdfast.protocol import checkpoints as c
+from holdfast.protocol import messages as m
+from holdfast.runtime.observe import Say
+from holdfast.runtime.settings import memory_dir
+from holdfast.runtime.transport import Link
+
+WAITING_SAID_S = 10.0
+"""How often the user is told what an ending node waits for."""
+
+SETTLE_S = 600.0
+"""How long a node that is done waits for what is on its way to storage."""
+
+
+class Vault:
+    """The checkpoints of one node."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        say: Say,
+        token: bytes,
+        nproc: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        host: str = "",
+    ) -> None:
+        """`tls` is how other agents are reached; None: without.
+
+        They reach this one at `host`; empty: there are no others.
+        """
+        self._means = Means(
+            lambda: _arena_of(token),
+            upstream,
+            say,
+            peer=lambda address: PeerClient(address, token, tls),
+        )
+        self._memory = Memory(self._means)
+        self._nproc = nproc
+        self._series: dict[str, SeriesKeeper] = {}
+        #: What each worker's connection waits for; dropped when it closes.
+        self._held: dict[int, set[asyncio.Task[None]]] = {}
+        self._loop = asyncio.get_running_loop()
+        # Agents have no certificate of their own: under TLS strangers could read what they serve.
+        is_served = bool(host) and tls is None
+        self._server = self._serve_peers(host, token) if is_served else None
+
+    def _serve_peers(self, host: str, token: bytes) -> PeerServer | None:
+        try:
+            return PeerServer(host, token, None, Shelf(self._memory))
+        except StateError as exc:
+            self._means.say(f"other nodes cannot fetch checkpoints from here: {exc}")
+            return None
+
+    @property
+    def peer_port(self) -> int:
+        """Where other agents fetch and leave parts; 0 if nowhere."""
+        return 0 if self._server is None else self._server.port
+
+    # ---- the workers ----------------------------------------------------------------------------
+
+    def handle(self, link: Link, frame: m.Frame) -> None:
+        """Answer what a worker asked, now or later."""
+        body = frame.body
+        assert isinstance(body, c.VaultCall)
+        tasks = self._held.setdefault(link.number, set())
+        task = self._loop.create_task(self._serve(link, frame.call, body))
+        tasks.add(task)
+
+        def served(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                # Whoever asked must not wait for ever because of a mistake of ours.
+                link.answer(m.Refused("rejected", f"{error!r}: a bug in Holdfast"), frame.call)
+                self._means.report(error, f"answering {type(body).__name__}")
+
+        task.add_done_callback(served)
+
+    def link_closed(self, link: Link) -> None:
+        """A worker's connection is gone: nobody waits for those answers."""
+        for task in self._held.pop(link.number, ()):
+            task.cancel()
+
+    async def _serve(self, link: Link, call: int, body: c.VaultCall) -> None:
+        answer: m.AnyMessage
+        try:
+            answer = await self._answer(body)
+        except FencedError as exc:
+            answer = m.Refused("stale", str(exc))
+        except TimedOutError as exc:
+            answer = m.Refused("timeout", str(exc))
+        except (HoldfastError, OSError) as exc:
+            answer = m.Refused("rejected", str(exc))
+        link.answer(answer, call)
+
+    async def _answer(self, body: c.VaultCall) -> m.AnyMessage:
+        if isinstance(body, c.SeriesOpen):
+            self._open(body)
+            return m.Done()
+        keeper = self._keeper(body.directory)
+        match body:
+            case c.SlotReserve():
+                return keeper.reserve(body.part, body.size)
+            case c.SlotAsk():
+                return await keeper.grant(body)
+            case c.SlotSealed():
+                keeper.sealed(body)
+            case c.RestoreAsk():
+                return await keeper.restore(body)
+            case c.PartsOpen():
+                return await keeper.open_parts(body)
+            case c.PartsClose():
+                keeper.close_parts(body.local_rank)
+            case c.PersistWait():
+                return await self._settled(keeper, body.timeout_s)
+            case c.StepsRemove():
+                await keeper.depot.remove(body.steps)
+        return m.Done()
+
+    def _open(self, request: c.SeriesOpen) -> None:
+        self._keeper_for(request.series).open(request)
+
+    def _keeper_for(self, series: Series) -> SeriesKeeper:
+        keeper = self._series.get(series.directory)
+        if keeper is None:
+            keeper = SeriesKeeper(self._means, self._memory, series, self._nproc)
+            self._series[series.directory] = keeper
+        return keeper
+
+    def _keeper(self, directory: str) -> SeriesKeeper:
+        keeper = self._series.get(directory)
+        if keeper is None:
+            raise RejectedError(f"no worker of this node has opened {directory} yet")
+        return keeper
+
+    async def _settled(self, keeper: SeriesKeeper, timeout_s: float) -> c.PersistState:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await keeper.persister.all_settled()
+        except TimeoutError:
+            raise TimedOutError(
+                f"what is on its way to {keeper.series.directory} is not there "
+                f"within {timeout_s:g} s"
+            ) from None
+
+    # ---- the master -----------------------------------------------------------------------------
+
+    def joined(self, node_id: int) -> None:
+        """The master knows this node under this number."""
+        self._means.node_id = node_id
+
+    def pushed(self, body: c.CheckpointPush) -> None:
+        """The master wants something done; what it is about may be unknown to a new agent."""
+        match body:
+            case c.InventoryWanted():
+                holdings = self._memory.holdings(body.directory)
+                taken = c.InventoryTaken(body.directory, body.number, holdings)
+                self._means.spawn(self._tell(taken), "the inventory was not taken")
+            case c.PersistOrder():
+                # A node without workers of the series may hold parts of it all the same.
+                self._keeper_for(Series(body.directory)).persister.ordered(body)
+            case c.CommitOrder():
+                keeper = self._series.get(body.directory)
+                if keeper is not None:
+                    keeper.persister.commit(body)
+                else:
+                    why = "the node that was asked to commit knows nothing of the directory"
+                    done = c.CommitDone(body.directory, body.version, body.attempt, why)
+                    self._means.spawn(self._tell(done), "a commit was not reported")
+            case c.VersionSafe():
+                keeper = self._series.get(body.directory)
+                if keeper is not None:
+                    keeper.copies.safe(body.version)
+
+    async def _tell(self, body: c.InventoryTaken | c.CommitDone) -> None:
+        await self._means.ask(body, m.Done)
+
+    # ---- rounds and ends ------------------------------------------------------------------------
+
+    def begin_round(self, round: int, group_rank: int) -> None:
+        """All workers of the round before are gone, those of this one are about to start."""
+        self._means.group_rank = group_rank
+        self._memory.writers_are_gone()
+        for keeper in self._series.values():
+            keeper.begin_round(round)
+            self._means.spawn(keeper.verify_newest(), "the memory could not be verified")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way to storage."""
+        return all(keeper.persister.is_idle for keeper in self._series.values())
+
+    async def settle(self, timeout_s: float = SETTLE_S) -> None:
+        """Wait until nothing is on its way to storage, and say now and then what is."""
+        until = self._loop.time() + timeout_s
+        while not self.is_idle and self._loop.time() < until:
+            busy = [k for k in self._series.values() if not k.persister.is_idle]
+            try:
+                async with asyncio.timeout(min(WAITING_SAID_S, timeout_s)):
+                    await busy[0].persister.settled()
+            except TimeoutError:
+                self._means.say(
+                    f"waiting for the checkpoint on its way to {busy[0].series.directory}"
+                )
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether something would be lost if this node's memory went now."""
+        return not self.is_idle or bool(self._unsaved())
+
+    def _unsaved(self) -> list[SeriesKeeper]:
+        return [
+            keeper
+            for keeper in self._series.values()
+            if keeper.series.breakpoint and keeper.newest_held() > keeper.persister.committed
+        ]
+
+    async def flush(self, timeout_s: float) -> None:
+        """Bring the newest complete version of every series to storage before this node goes."""
+        keepers = self._unsaved()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(self._flush_one(keeper) for keeper in keepers))
+        except TimeoutError:
+            self._means.say(f"not every checkpoint reached storage within {timeout_s:g} s")
+
+    async def _flush_one(self, keeper: SeriesKeeper) -> None:
+        try:
+            state = await keeper.persister.flush()
+        except HoldfastError as exc:
+            self._means.say(f"nothing more goes to {keeper.series.directory}: {exc}")
+            return
+        if state.problem:
+            self._means.say(f"{keeper.series.directory}: {state.problem}")
+
+    async def close(self) -> None:
+        """End: what is not on storage or on other nodes by now is gone."""
+        for keeper in self._series.values():
+            keeper.depot.close()
+        for tasks in self._held.values():
+            for task in tasks:
+                task.cancel()
+        if self._server is not None:
+            await self._means.urgently(self._server.close)
+        await self._means.close()
+
+
+def _arena_of(token: bytes) -> Arena:
+    """The memory of one agent of the job that has this token."""
+    job = hashlib.sha256(token).hexdigest()[:16]
+    return Arena(memory_dir(), f"job-{job}", secrets.token_hex(8))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of the vault work with: the arena, threads, the way to the master, errands.
+
+The event loop decides and owns the arena; threads move bytes and decide nothing. An errand that
+fails is said aloud: a saver that died in silence is worse than none.
+"""
+
+import asyncio
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from holdfast.agent.relay import Upstream
+from holdfast.checkpoint.arena import Arena
+from holdfast.checkpoint.memory import low_priority
+from holdfast.checkpoint.peers import PeerClient
+from holdfast.model.errors import FencedError, HoldfastError, RejectedError
+from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import CheckpointCall
+from holdfast.runtime.observe import Say
+
+URGENT_THREADS = 4
+"""Training waits for these: restoring, listing, committing."""
+
+QUIET_THREADS = 3
+"""For what happens beside training: digests, storage, copies to peers."""
+
+Expected = TypeVar("Expected", bound=m.Message)
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+class Means:
+    """Shared by the parts of one vault."""
+
+    def __init__(
+        self,
+        make_arena: Callable[[], Arena],
+        upstream: Upstream,
+        say: Say,
+        peer: Callable[[str], PeerClient],
+    ) -> None:
+        self.say = say
+        self.peer = peer
+        """The byte service of another agent, by its address."""
+        self.node_id = -1
+        """Who this node is to the master; -1 until it has said so."""
+        self.group_rank = 0
+        """The place of this node among those of the present round."""
+        self._make_arena = make_arena
+        self._arena: Arena | None = None
+        self._upstream = upstream
+        self._urgent = ThreadPoolExecutor(URGENT_THREADS, "vault")
+        self._quiet = ThreadPoolExecutor(QUIET_THREADS, "vault-quiet", initializer=low_priority)
+        self._errands: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def arena(self) -> Arena:
+        """The memory; made at the first use, as most of what runs under an agent needs none."""
+        if self._arena is None:
+            self._arena = self._make_arena()
+            self._arena.sweep()
+            adopted = self._arena.adopt()
+            if adopted:
+                newest = max(held.meta.version.step for held in adopted)
+                self.say(f"took over memory checkpoints of a dead agent, up to step {newest}")
+        return self._arena
+
+    async def ask(self, body: CheckpointCall, expected: type[Expected]) -> Expected:
+        """Ask the master, however long it takes; RejectedError if it refuses."""
+        answer: asyncio.Future[m.AnyMessage] = self._loop.create_future()
+
+        def answered(message: m.AnyMessage) -> None:
+            if not answer.done():
+                answer.set_result(message)
+
+        number = self._upstream.call(body, answered)
+        try:
+            message = await answer
+        except asyncio.CancelledError:
+            self._upstream.forget(number)
+            raise
+        if isinstance(message, m.Refused):
+            kind = FencedError if message.kind in ("stale", "fenced") else RejectedError
+            raise kind(message.message)
+        if not isinstance(message, expected):
+            raise RejectedError(f"{type(body).__name__} was answered {type(message).__name__}")
+        return message
+
+    async def urgently(
+        self,
+        function: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Run in a thread what somebody waits for."""
+        return await self._loop.run_in_executor(self._urgent, lambda: function(*args, **kwargs))
+
+    async def quietly(
+        self,
+        function: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Run in a thread of low priority what training must not feel."""
+        return await self._loop.run_in_executor(self._quiet, lambda: function(*args, **kwargs))
+
+    def spawn(self, errand: Coroutine[None, None, None], what: str) -> asyncio.Task[None]:
+        """Do this beside everything else; a failure is said."""
+        task = self._loop.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(lambda task: self._ended(task, what))
+        return task
+
+    def _ended(self, task: asyncio.Task[None], what: str) -> None:
+        self._errands.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.report(error, what)
+
+    def report(self, error: BaseException, what: str) -> None:
+        """Say what went wrong: one line, or a traceback for what nobody foresaw."""
+        if isinstance(error, HoldfastError | OSError):
+            self.say(f"{what}: {error}")
+            return
+        trace = "".join(traceback.format_exception(error))
+        self.say(f"{what} failed, which is a bug in Holdfast; training goes on\n{trace}")
+
+    async def close(self) -> None:
+        """End the errands and, once they are through with what they do now, the threads."""
+        for task in list(self._errands):
+            task.cancel()
+        if self._errands:
+            await asyncio.wait(self._errands)
+        for pool in (self._urgent, self._quiet):
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self._arena is not None:
+            self._arena.close()

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this node holds in memory: finding it, holding it still, room for more, digests.
+
+A slot that is read is pinned, so that no worker is given it to write into. Digests are computed
+after the worker has gone on, without a pin: the next save must not wait for them. Whether a worker
+overwrote a slot meanwhile shows in its header.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.agent.vault_means import Means
+from holdfast.checkpoint.arena import Busy, Held, PartKey, Pin
+from holdfast.checkpoint.digests import Sidecar, digest_of, read_sidecar, write_sidecar
+from holdfast.checkpoint.slots import Slot, SlotMeta
+from holdfast.model.checkpoint import Holding, Version
+from holdfast.model.errors import RejectedError, StateError
+
+ROOM_S = 60.0
+"""How long a save waits for a slot that is being read."""
+
+
+class Memory:
+    """The slots of this node, as the rest of the vault sees them."""
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._loop = asyncio.get_running_loop()
+        self._freed = asyncio.Event()
+        self._undigested: dict[Path, Version] = {}
+        self._is_digesting = False
+        self._sidecars: dict[Path, Sidecar] = {}
+        #: Slots whose bytes were compared with their digest after the last worker could write.
+        self._verified: dict[Path, Version] = {}
+
+    # ---- what there is --------------------------------------------------------------------------
+
+    def held(self, directory: str) -> list[Held]:
+        """Every sealed slot of a series, own parts and those kept for others."""
+        return self._means.arena.holdings(directory)
+
+    def find(self, directory: str, version: Version, part: str) -> Path | None:
+        """The slot with this part of this version; None if it is not here."""
+        for held in self.held(directory):
+            if held.meta.version == version and held.meta.part == part:
+                return held.path
+        return None
+
+    def holdings(self, directory: str) -> tuple[Holding, ...]:
+        """What the master is told of the memory of this node."""
+        return tuple(self._holding(held) for held in self.held(directory))
+
+    def _holding(self, held: Held) -> Holding:
+        meta = held.meta
+        return Holding(
+            version=meta.version,
+            shape=meta.shape,
+            part=meta.part,
+            length=meta.data_length,
+            digest=self._digest(held.path, meta.version),
+            parity=bool(meta.contributions),
+        )
+
+    def _digest(self, path: Path, version: Version) -> int:
+        sidecar = self._sidecars.get(path)
+        if sidecar is None or sidecar.version != version:
+            sidecar = read_sidecar(path)
+        if sidecar is None or sidecar.version != version:
+            return -1
+        self._sidecars[path] = sidecar
+        return sidecar.data
+
+    # ---- room -----------------------------------------------------------------------------------
+
+    def pin(self, path: Path, why: str) -> Pin:
+        """Hold a slot still until `unpin`."""
+        return self._means.arena.pin(path, why)
+
+    def unpin(self, pin: Pin) -> None:
+        pin.release()
+        self.room_may_be_free()
+
+    def room_may_be_free(self) -> None:
+        """Let those who wait for a slot try again."""
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def reserve(self, key: PartKey, size: int, slots: int) -> tuple[Path, ...]:
+        """Set memory aside; RejectedError says why there is not enough."""
+        return self._means.arena.reserve(key, size, slots)
+
+    async def grant(
+        self,
+        key: PartKey,
+        size: int,
+        slots: int,
+        wait_s: float = ROOM_S,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Path:
+        """A slot for writing; waits while all are read. RejectedError: there is not enough memory.
+
+        After `wait_s`, `give_up` is asked to let go of what can be done without.
+        """
+        until = self._loop.time() + wait_s
+        while True:
+            granted = self._means.arena.grant(key, size, slots)
+            if not isinstance(granted, Busy):
+                self._sidecars.pop(granted, None)
+                self._verified.pop(granted, None)
+                return granted
+            freed = self._freed
+            if granted.retry is not None:
+                granted.retry.add_done_callback(
+                    lambda _: self._loop.call_soon_threadsafe(self.room_may_be_free)
+                )
+            try:
+                async with asyncio.timeout_at(until):
+                    await freed.wait()
+            except TimeoutError:
+                if not give_up():
+                    raise RejectedError(
+                        f"no memory slot of part {key.part} became free within {wait_s:g} s: "
+                        f"{granted.why}"
+                    ) from None
+
+    # ---- digests --------------------------------------------------------------------------------
+
+    def sealed(self, path: Path, version: Version, known: Sidecar | None = None) -> None:
+        """A slot was sealed: it is the newest of its part now; its digest follows, if unknown."""
+        self._means.arena.sealed(path)
+        if known is not None:
+            write_sidecar(path, known)
+            self._sidecars[path], self._verified[path] = known, version
+            return
+        self._undigested[path] = version
+        if not self._is_digesting:
+            self._is_digesting = True
+            self._means.spawn(self._digest_all(), "computing digests")
+
+    async def _digest_all(self) -> None:
+        try:
+            while self._undigested:
+                # Newest first: an older slot may be overwritten before its turn comes.
+                path = max(self._undigested, key=lambda path: self._undigested[path])
+                version = self._undigested.pop(path)
+                sidecar = await self._means.quietly(_digest_slot, path, version)
+                if sidecar is not None:
+                    self._sidecars[path] = sidecar
+                    self._verified[path] = version
+        finally:
+            self._is_digesting = False
+
+    def writers_are_gone(self) -> None:
+        """No worker lives: what they left in memory is compared with its digests."""
+        self._verified.clear()
+
+    async def verify(self, path: Path, version: Version, expected: int = -1) -> str:
+        """Compare a slot with the digests that are known; what is wrong, or nothing."""
+        if self._verified.get(path) != version:
+            problem = await self._means.urgently(_compare_slot, path, version)
+            if problem:
+                return problem
+            self._verified[path] = version
+        known = self._digest(path, version)
+        if expected >= 0 and known >= 0 and known != expected:
+            return f"its digest is {known:08x}, but {expected:08x} was expected"
+        return ""
+
+    def give_back(self, path: Path) -> None:
+        """Whoever was writing to this slot does not any more."""
+        self._means.arena.give_back(path)
+        self.room_may_be_free()
+
+    def drop_if_free(self, path: Path) -> None:
+        """Remove a slot that is worth nothing any more, unless somebody reads or writes it."""
+        try:
+            self._means.arena.drop(path)
+        except StateError:
+            return
+        self._sidecars.pop(path, None)
+        self._verified.pop(path, None)
+        self.room_may_be_free()
+
+
+def _digest_slot(path: Path, version: Version) -> Sidecar | None:
+    """Compute and keep the digests of a slot; None if it holds something else by now."""
+    try:
+        slot = Slot.open(path, writable=False)
+    except StateError:
+        return None  # It was replaced by a larger one.
+    with slot:
+        meta = slot.read()
+        if meta is None or meta.version != version:
+            return None
+        sidecar = digest_of_slot(path, slot, meta)
+        return sidecar if slot.version == version else None
+
+
+def digest_of_slot(path: Path, slot: Slot, meta: SlotMeta) -> Sidecar:
+    """The digest beside the slot; if there is none, it is computed and put there.
+
+    Without a pin the slot may be overwritten meanwhile: then the digest is of a version that is
+    nowhere, and is found by nobody.
+    """
+    sidecar = read_sidecar(path)
+    if sidecar is None or sidecar.version != meta.version:
+        sidecar = Sidecar(meta.version, _data_digest(slot, meta), {})
+        if slot.version == meta.version:
+            write_sidecar(path, sidecar)
+    return sidecar
+
+
+def _data_digest(slot: Slot, meta: SlotMeta) -> int:
+    with slot.data[: meta.data_length] as data:
+        return digest_of(data)
+
+
+def _compare_slot(path: Path, version: Version) -> str:
+    """What is wrong with a slot; nothing if it is as its digest says, or if it has none yet."""
+    with Slot.open(path, writable=False) as slot:
+        meta = slot.read()
+        if meta is None or meta.version != version:
+            return "its memory slot is not sealed any more"
+        sidecar = read_sidecar(path)
+        if sidecar is None or sidecar.version != version:
+            return ""
+        if _data_digest(slot, meta) != sidecar.data:
+            return "the bytes in its memory slot have changed since they were saved"
+        return ""

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes parts readable here, from wherever they are: own memory, a peer, parity, storage.
+
+Each part is fetched once, however many ranks of the node want it, and is held still until all of
+them have read it. A copy that turns out to be bad is remembered and told to the master, which then
+plans without it.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.agent.vault_fetch import Fetcher
+from holdfast.agent.vault_means import Means
+from holdfast.agent.vault_memory import Memory
+from holdfast.checkpoint.arena import Pin
+from holdfast.model.checkpoint import Series, Version
+from holdfast.model.errors import HoldfastError, RejectedError
+from holdfast.protocol import checkpoints as c
+
+
+@dataclass(eq=False, slots=True)
+class _Ready:
+    """A part that is here or on its way; `pin` holds it still once it is here."""
+
+    arrival: asyncio.Task[Path]
+    kind: str
+    pin: Pin | None = None
+    readers: set[int] = field(default_factory=set)
+
+
+class Opener:
+    """The opened parts of one series."""
+
+    def __init__(self, means: Means, memory: Memory, fetcher: Fetcher) -> None:
+        self._means = means
+        self._memory = memory
+        self._fetcher = fetcher
+        self._ready: dict[tuple[Version, str], _Ready] = {}
+        self.bad: list[c.BadCopy] = []
+        """Every copy that turned out bad since the agreement began."""
+
+    async def open(
+        self, series: Series, ask: c.PartsOpen, sources: Iterable[c.Source]
+    ) -> c.PartsOpened:
+        """All parts of the ask, verified, in slots of this node; RejectedError names what fails."""
+        known: dict[str, list[c.Source]] = {}
+        for source in sources:
+            known.setdefault(source.asked, []).append(source)
+        unknown = tuple(part for part in ask.parts if part not in known)
+        if unknown:
+            located = await self._means.ask(
+                c.PartsLocate(series.directory, ask.version, unknown), c.PartsLocated
+            )
+            for source in located.sources:
+                known.setdefault(source.asked, []).append(source)
+        missing = [part for part in ask.parts if part not in known]
+        if missing:
+            raise RejectedError(
+                f"there is no copy of part {missing[0]} of step {ask.version.step} anywhere"
+            )
+        opened = [
+            self._open_one(series, ask.version, ask.local_rank, known[part]) for part in ask.parts
+        ]
+        return c.PartsOpened(tuple(await asyncio.gather(*opened)))
+
+    async def _open_one(
+        self, series: Series, version: Version, local_rank: int, sources: Sequence[c.Source]
+    ) -> c.OpenedPart:
+        source, part = sources[0], _what_comes(sources)
+        key = (version, part)
+        ready = self._ready.get(key)
+        if ready is None:
+            arrival = asyncio.create_task(self._make_ready(series, version, sources))
+            ready = self._ready[key] = _Ready(arrival, source.kind)
+        ready.readers.add(local_rank)
+        try:
+            # Shielded: a rank that dies while it waits must not spoil it for the others.
+            path = await asyncio.shield(ready.arrival)
+        except HoldfastError:
+            self._ready.pop(key, None)
+            raise
+        return c.OpenedPart(source.asked, part, str(path), ready.kind)
+
+    async def _make_ready(
+        self, series: Series, version: Version, sources: Sequence[c.Source]
+    ) -> Path:
+        """Bring one part here and hold it still."""
+        source, part = sources[0], _what_comes(sources)
+        here = self._memory.find(series.directory, version, part)
+        pin: Pin | None = None
+        try:
+            if here is not None:
+                pin = self._memory.pin(here, "a worker restores from it")
+                problem = await self._memory.verify(here, version, source.digest)
+                if problem:
+                    raise RejectedError(problem)
+                path = here
+            else:
+                path = await self._fetcher.fetch(version, sources)
+                pin = self._memory.pin(path, "a worker restores from it")
+        except (HoldfastError, OSError) as exc:
+            if pin is not None:
+                self._memory.unpin(pin)
+            if here is not None:
+                self._memory.drop_if_free(here)
+            if here is not None:
+                self.bad.append(c.BadCopy(version, part, self._means.node_id, str(exc)))
+            else:
+                # Of parity this is one of the blocks: without it nobody tries to rebuild again.
+                self.bad.append(c.BadCopy(version, source.part, source.node_id, str(exc)))
+            raise RejectedError(
+                f"part {part} of step {version.step} cannot be had from {_where(source)}: {exc}"
+            ) from exc
+        ready = self._ready.get((version, part))
+        if ready is None:
+            self._memory.unpin(pin)  # Everybody who wanted it is gone.
+        else:
+            ready.pin = pin
+        return path
+
+    def complain(self, local_rank: int, version: Version, why: str) -> None:
+        """A rank could not make use of what it had opened."""
+        for (of_version, part), ready in self._ready.items():
+            if of_version == version and local_rank in ready.readers:
+                node_id = -1 if ready.kind == "storage" else self._means.node_id
+                self.bad.append(c.BadCopy(version, part, node_id, why))
+
+    def close(self, local_rank: int, own_parts: Iterable[str]) -> None:
+        """A rank has read what it opened, or will not any more."""
+        for key, ready in list(self._ready.items()):
+            ready.readers.discard(local_rank)
+            if not ready.readers:
+                self._let_go(key, ready, keep=key[1] in set(own_parts))
+
+    def close_all(self) -> None:
+        """No rank reads any more, and a new agreement begins."""
+        for key, ready in list(self._ready.items()):
+            self._let_go(key, ready, keep=True)
+        self.bad.clear()
+
+    def _let_go(self, key: tuple[Version, str], ready: _Ready, *, keep: bool) -> None:
+        del self._ready[key]
+        if ready.pin is None:
+            return
+        path = ready.pin.path
+        self._memory.unpin(ready.pin)
+        if not keep and ready.kind != "memory":
+            # Fetched only to be read once, by ranks that now own other parts.
+            self._memory.drop_if_free(path)
+
+
+def _what_comes(sources: Sequence[c.Source]) -> str:
+    """Which part these sources give: of parity there is one for each thing that it takes."""
+    source = sources[0]
+    return source.asked if source.kind == "parity" else source.part
+
+
+def _where(source: c.Source) -> str:
+    match source.kind:
+        case "memory":
+            return "the memory of this node"
+        case "peer":
+            return f"the memory of node {source.node_id} ({source.address})"
+        case "parity":
+            return "the parity of its group"
+        case _:
+            return "storage"

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of one series to storage: whose turn it is, writing, committing, what became of it.
+
+The master decides which version goes when, and who writes which part. This node holds the slots
+still (pins them) from their sealing on and for as long as an attempt may need them.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+
+from holdfast.agent.vault_means import Means
+from holdfast.agent.vault_memory import Memory
+from holdfast.agent.vault_storage import Depot
+from holdfast.checkpoint.arena import Pin
+from holdfast.core.node.saver import SavedStep
+from holdfast.model.checkpoint import NONE, FileEntry, Shape, Version
+from holdfast.model.errors import FencedError, HoldfastError, RejectedError
+from holdfast.protocol import checkpoints as c
+from holdfast.protocol import messages as m
+
+
+class Persister:
+    """What of one series is on its way to storage through this node."""
+
+    def __init__(self, means: Means, memory: Memory, depot: Depot) -> None:
+        self._means = means
+        self._memory = memory
+        self._depot = depot
+        self._directory = depot.series.directory
+        #: Held from sealing on, by version: whether they will be needed is not known yet.
+        self._waiting: dict[Version, list[Pin]] = {}
+        #: What is being written or committed here, by attempt: orders may come twice.
+        self._attempts: dict[str, asyncio.Task[None]] = {}
+        self._under_way = 0
+        self._changed = asyncio.Event()
+        self.committed = NONE
+        self.problem = ""
+
+    @property
+    def is_idle(self) -> bool:
+        return self._under_way == 0 and not self._attempts
+
+    @property
+    def state(self) -> c.PersistState:
+        return c.PersistState(self.committed, self.problem)
+
+    async def settled(self) -> c.PersistState:
+        """Wait until nothing is on its way to storage here."""
+        while not self.is_idle:
+            await self._changed.wait()
+        return self.state
+
+    async def all_settled(self) -> c.PersistState:
+        """The same for what some workers of this node have sealed, and others have not yet."""
+        while self._waiting or not self.is_idle:
+            await self._changed.wait()
+        return self.state
+
+    # ---- steps that workers want on storage -----------------------------------------------------
+
+    def part_sealed(self, version: Version, part: str) -> None:
+        """A part shall go to storage once the others are there too: hold it still until then."""
+        path = self._memory.find(self._directory, version, part)
+        if path is not None:
+            pin = self._memory.pin(path, f"step {version.step} goes to storage")
+            self._waiting.setdefault(version, []).append(pin)
+
+    def overtaken(self, versions: Iterable[Version]) -> None:
+        """These versions will never be whole."""
+        for version in versions:
+            pins = self._waiting.pop(version, [])
+            if pins:
+                self._means.say(
+                    f"step {version.step} does not go to storage: not every rank saved it"
+                )
+            self._release(pins)
+            self._tell()
+
+    def saved(self, step: SavedStep, round: int) -> None:
+        """All of this node's parts are sealed: bring the step to storage."""
+        pins = self._waiting.pop(step.version, [])
+        self._under_way += 1
+        self._means.spawn(
+            self._persist(step, round, pins), f"step {step.version.step} does not go to storage"
+        )
+
+    async def _persist(self, step: SavedStep, round: int, pins: list[Pin]) -> None:
+        ask = c.PersistAsk(self._directory, round, step.version, step.shape, step.parts)
+        try:
+            plan = await self._means.ask(ask, c.PersistPlan)
+            await self._write(step.version, step.shape, plan.attempt, plan.parts)
+        except FencedError:
+            return  # The round is over; what the next one does about this step is its business.
+        except HoldfastError as exc:
+            self.problem = f"step {step.version.step} is not on storage: {exc}"
+            raise
+        finally:
+            self._under_way -= 1
+            self._release(pins)
+            self._tell()
+
+    async def _write(
+        self, version: Version, shape: Shape, attempt: str, parts: tuple[str, ...]
+    ) -> None:
+        """Write the parts and hear what became of the whole; RejectedError if it was given up."""
+        files: tuple[FileEntry, ...] = ()
+        problem = ""
+        try:
+            files = await self._depot.write_parts(attempt, self._paths(version, parts))
+        except (HoldfastError, OSError) as exc:
+            problem = str(exc) or type(exc).__name__
+        report = c.PartsPersisted(
+            self._directory, version, shape, attempt, parts, files, problem=problem
+        )
+        try:
+            state = await self._means.ask(report, c.PersistState)
+        except RejectedError:
+            await self._depot.give_up(attempt)
+            raise
+        self.committed = max(self.committed, state.committed)
+        if self.committed >= version:
+            self.problem = ""
+
+    def _paths(self, version: Version, parts: tuple[str, ...]) -> dict[str, Path]:
+        paths = {}
+        for part in parts:
+            path = self._memory.find(self._directory, version, part)
+            if path is None:
+                raise RejectedError(f"part {part} of step {version.step} is not in memory any more")
+            paths[part] = path
+        return paths
+
+    # ---- what the master orders -----------------------------------------------------------------
+
+    def ordered(self, order: c.PersistOrder) -> None:
+        """Write parts that this node holds, because the version must not be lost."""
+        pins = [
+            self._memory.pin(path, f"step {order.version.step} goes to storage")
+            for part in order.parts
+            if (path := self._memory.find(self._directory, order.version, part)) is not None
+        ]
+        work = self._obey(order, pins)
+        self._once(f"write {order.attempt}", work, f"{order.reason}: not on storage", pins)
+
+    async def _obey(self, order: c.PersistOrder, pins: list[Pin]) -> None:
+        try:
+            await self._write(order.version, order.shape, order.attempt, order.parts)
+        except HoldfastError as exc:
+            self.problem = f"step {order.version.step} is not on storage: {exc}"
+            raise
+        finally:
+            self._release(pins)
+
+    def commit(self, order: c.CommitOrder) -> None:
+        """All parts are there: make them a checkpoint."""
+        what = f"the checkpoint of step {order.version.step} was not committed"
+        self._once(f"commit {order.attempt}", self._commit(order), what, [])
+
+    async def _commit(self, order: c.CommitOrder) -> None:
+        problem = ""
+        try:
+            await self._depot.commit(order)
+        except (HoldfastError, OSError) as exc:
+            problem = str(exc) or type(exc).__name__
+        done = c.CommitDone(self._directory, order.version, order.attempt, problem)
+        await self._means.ask(done, m.Done)
+        if problem:
+            raise RejectedError(problem)
+        self.committed = max(self.committed, order.version)
+        await self._depot.apply_retention()
+
+    def _once(
+        self, name: str, work: Coroutine[None, None, None], what: str, pins: list[Pin]
+    ) -> None:
+        """Do it, unless it is being done: orders are sent again when a stream broke."""
+        if name in self._attempts:
+            work.close()
+            self._release(pins)
+            return
+        task = self._attempts[name] = self._means.spawn(work, what)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._attempts[name]
+            self._tell()
+
+        task.add_done_callback(ended)
+
+    # ---- before this node goes ------------------------------------------------------------------
+
+    async def flush(self) -> c.PersistState:
+        """Bring the newest complete version to storage, with what is on its way there already."""
+        await self.settled()
+        holdings = self._memory.holdings(self._directory)
+        if not holdings:
+            return self.state
+        ask = c.FlushAsk(self._directory, holdings, self.committed)
+        state = await self._means.ask(ask, c.PersistState)
+        self.committed = max(self.committed, state.committed)
+        return state
+
+    def _release(self, pins: Iterable[Pin]) -> None:
+        for pin in pins:
+            self._memory.unpin(pin)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One series on this node: slots for its workers, the restore agreement, what they have saved."""
+
+import asyncio
+from pathlib import Path
+
+from holdfast.agent.vault_copies import Copies
+from holdfast.agent.vault_fetch import Fetcher
+from holdfast.agent.vault_means import Means
+from holdfast.agent.vault_memory import Memory
+from holdfast.agent.vault_open import Opener
+from holdfast.agent.vault_persist import Persister
+from holdfast.agent.vault_storage import Depot
+from holdfast.checkpoint.arena import PartKey
+from holdfast.core.node.saver import RestoreMeeting, SavedSteps, Turn
+from holdfast.model.checkpoint import NONE, Series, Shape, Stored, Version
+from holdfast.model.errors import FencedError, HoldfastError, RejectedError
+from holdfast.protocol import checkpoints as c
+
+_Asked = asyncio.Future[c.RestorePlan]
+
+
+class SeriesKeeper:
+    """Everything about one directory, for the workers of one round after the other."""
+
+    def __init__(self, means: Means, memory: Memory, series: Series, nproc: int) -> None:
+        self.series = series
+        self.depot = Depot(means, series)
+        self.persister = Persister(means, memory, self.depot)
+        self.copies = Copies(means, memory, series)
+        self._means = means
+        self._memory = memory
+        self._nproc = nproc
+        self._opener = Opener(means, memory, Fetcher(means, memory, self.depot))
+        self._steps = SavedSteps()
+        self._meeting: RestoreMeeting[_Asked] = RestoreMeeting(nproc)
+        self._round = 0
+        self._lineage = -1
+        self._plan: c.RestorePlan | None = None
+        self._stored: tuple[Stored, ...] | None = None
+        self._storage_problem = ""
+        #: The slot that the writer of each part was given last.
+        self._granted: dict[str, Path] = {}
+        self._saved_since_restore = 0
+
+    def open(self, request: c.SeriesOpen) -> None:
+        """A worker of the present round is there."""
+        self.series = self.depot.series = self.copies.series = request.series
+        if request.round > self._round:
+            self.begin_round(request.round)
+        self._steps.rank_is(request.local_rank, request.rank)
+
+    def begin_round(self, round: int) -> None:
+        """The workers before are gone: what they were given, had opened or asked is void."""
+        self._round, self._lineage, self._plan, self._stored = round, -1, None, None
+        for path in self._granted.values():
+            self._memory.give_back(path)
+        self._granted.clear()
+        self._opener.close_all()
+        for asked in self._meeting.answered():
+            _fail(asked, FencedError(f"round {round} has begun"))
+        self._meeting = RestoreMeeting(self._nproc)
+        self.persister.overtaken(self._steps.begin_round())
+        self.copies.begin_round(round)
+
+    # ---- slots ----------------------------------------------------------------------------------
+
+    def reserve(self, part: str, size: int) -> c.SlotsReserved:
+        """Memory for a part will be needed."""
+        key = PartKey(self.series.directory, part)
+        paths = self._memory.reserve(key, size, self.series.slots)
+        return c.SlotsReserved(tuple(str(path) for path in paths))
+
+    async def grant(self, ask: c.SlotAsk) -> c.SlotGrant:
+        """A slot for a part of a step; what its writer was given before is void."""
+        if self._lineage < 0:
+            raise RejectedError(
+                f"step {ask.step} cannot be saved yet: the ranks have not agreed where to begin"
+            )
+        before = self._granted.pop(ask.part, None)
+        if before is not None:
+            self._memory.give_back(before)
+        key = PartKey(self.series.directory, ask.part)
+        path = await self._memory.grant(
+            key, ask.size, self.series.slots, give_up=self.copies.give_up_oldest
+        )
+        self._granted[ask.part] = path
+        return c.SlotGrant(str(path), self._lineage)
+
+    def sealed(self, report: c.SlotSealed) -> None:
+        """A worker has sealed a slot."""
+        version = report.version
+        if version.lineage != self._lineage:
+            raise FencedError(
+                f"lineage {version.lineage} of step {version.step} is over: the ranks agreed on "
+                f"{self._lineage}"
+            )
+        self._granted.pop(report.part, None)
+        self._memory.sealed(Path(report.path), version)
+        if report.persist:
+            self.persister.part_sealed(version, report.part)
+        if self.copies.is_due(version):
+            self.copies.part_sealed(version, report.part)
+        step = self._steps.sealed(version, report.shape, report.part, report.persist)
+        if step is None:
+            return
+        overtaken = self._steps.overtaken(version)
+        self.persister.overtaken(overtaken)
+        self.copies.overtaken(overtaken)
+        if step.persist:
+            self.persister.saved(step, self._round)
+        if self.copies.is_due(version):
+            self.copies.saved(step)
+        self._forget_strangers(step.shape)
+
+    def _forget_strangers(self, shape: Shape) -> None:
+        """Parts of ranks that have moved to other nodes go once nobody can want them any more."""
+        self._saved_since_restore += 1
+        if self._saved_since_restore != self.series.slots + 1:
+            return
+        own = set(self._steps.own_parts(shape))
+        for held in self._memory.held(self.series.directory):
+            is_old = held.meta.version.lineage < self._lineage
+            if held.key.node < 0 and is_old and held.key.part not in own:
+                self._memory.drop_if_free(held.path)
+
+    def newest_held(self) -> Version:
+        """The newest version of which a part is in the memory of this node; NONE if none is."""
+        held = self._memory.held(self.series.directory)
+        return max((one.meta.version for one in held), default=NONE)
+
+    # ---- the restore agreement ------------------------------------------------------------------
+
+    async def restore(self, ask: c.RestoreAsk) -> c.RestorePlan:
+        """One turn of one rank; answered when the master has heard all ranks of all nodes."""
+        if ask.round < self._round:
+            raise FencedError(f"round {ask.round} is over: round {self._round} has begun")
+        if ask.problem:
+            self._opener.complain(ask.local_rank, ask.tried, ask.problem)
+        answer: _Asked = asyncio.get_running_loop().create_future()
+        turn = self._meeting.ask(answer, ask)
+        if turn is not None:
+            disagreement = self._meeting.disagreement()
+            if disagreement:
+                for asked in self._meeting.answered():
+                    _fail(asked, RejectedError(disagreement))
+            else:
+                self._means.spawn(self._take_turn(turn), "the ranks did not agree on a checkpoint")
+        return await answer
+
+    async def _take_turn(self, turn: Turn) -> None:
+        meeting = self._meeting
+        try:
+            plan = await self._means.ask(await self._node_restore(turn), c.RestorePlan)
+        except (HoldfastError, OSError) as exc:
+            for asked in meeting.answered():
+                _fail(asked, RejectedError(str(exc)))
+            return
+        if meeting is not self._meeting:
+            return
+        if plan.version == NONE and self._storage_problem and not turn.fresh:
+            # To begin from nothing because storage is out of order would be a disaster.
+            for asked in meeting.answered():
+                _fail(asked, RejectedError(self._storage_problem))
+            return
+        self._plan = plan
+        if plan.go:
+            self._begin_lineage(plan, was_newest=turn.step < 0)
+        for asked in meeting.answered():
+            if not asked.done():
+                asked.set_result(plan)
+
+    async def _node_restore(self, turn: Turn) -> c.NodeRestore:
+        directory = self.series.directory
+        holdings = self._memory.holdings(directory)
+        if self._stored is None:
+            self._stored = await self._look_at_storage(is_needed=not holdings)
+        return c.NodeRestore(
+            directory=directory,
+            round=self._round,
+            holdings=holdings,
+            stored=self._stored,
+            prepared=turn.prepared,
+            wants=self._steps.own_parts(Shape(0, shared=True)),
+            bad=tuple(self._opener.bad),
+            fresh=turn.fresh,
+            step=turn.step,
+            breakpoint=self.series.breakpoint,
+            lineage=self._lineage,
+        )
+
+    async def _look_at_storage(self, *, is_needed: bool) -> tuple[Stored, ...]:
+        """What is committed, as the first node sees it; what is in memory may do without."""
+        self._storage_problem = ""
+        if self._means.group_rank > 0:
+            return ()
+        try:
+            return await self.depot.stored()
+        except (HoldfastError, OSError) as exc:
+            if is_needed:
+                raise
+            self._storage_problem = str(exc)
+            self._means.say(f"only what is in memory can be restored: {exc}")
+            return ()
+
+    def _begin_lineage(self, plan: c.RestorePlan, *, was_newest: bool) -> None:
+        """All ranks go on from one version: if it is the newest whole one, newer ones are void."""
+        self._lineage = plan.lineage
+        self._stored = None
+        self._saved_since_restore = 0
+        if plan.version == NONE or not was_newest:
+            return
+        for held in self._memory.held(self.series.directory):
+            if plan.version < held.meta.version:
+                self._memory.drop_if_free(held.path)
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    async def open_parts(self, ask: c.PartsOpen) -> c.PartsOpened:
+        """Make parts readable here."""
+        plan = self._plan
+        sources = plan.sources if plan is not None and plan.version == ask.version else ()
+        return await self._opener.open(self.series, ask, sources)
+
+    def close_parts(self, local_rank: int) -> None:
+        """A rank has read what it opened."""
+        self._opener.close(local_rank, self._steps.own_parts(Shape(0, shared=True)))
+
+    async def verify_newest(self) -> None:
+        """Look at the newest slots while the next workers start, so that these need not."""
+        checked: set[PartKey] = set()
+        for held in self._memory.held(self.series.directory):
+            if held.key in checked:
+                continue
+            checked.add(held.key)
+            pin = self._memory.pin(held.path, "it is being verified")
+            try:
+                await self._memory.verify(held.path, held.meta.version)
+            finally:
+                self._memory.unpin(pin)
+
+
+def _fail(asked: _Asked, error: Exception) -> None:
+    if not asked.done():
+        asked.set_exception(error)

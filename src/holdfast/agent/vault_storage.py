@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The storage of one series, as the event loop uses it: every call runs in a thread."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+from holdfast.agent.vault_means import Means
+from holdfast.checkpoint.commit import commit
+from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
+from holdfast.checkpoint.persist import load_part, part_length, write_part
+from holdfast.checkpoint.places import abandon
+from holdfast.checkpoint.retention import apply_retention, remove_steps
+from holdfast.checkpoint.slots import Slot
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.storage_port import Storage
+from holdfast.model.checkpoint import FileEntry, Series, Stored, Version
+from holdfast.protocol import checkpoints as c
+
+
+class Depot:
+    """Where the checkpoints of one series are kept for good."""
+
+    def __init__(self, means: Means, series: Series) -> None:
+        self.series = series
+        self._means = means
+        self._stop = threading.Event()
+        self._storage: Storage | None = None
+        self._opening = asyncio.Lock()
+
+    def close(self) -> None:
+        """Do not try again what fails from now on."""
+        self._stop.set()
+
+    async def _open(self) -> Storage:
+        # In a thread: the first use of a remote storage imports its library and connects.
+        async with self._opening:
+            if self._storage is None:
+                self._storage = await self._means.urgently(open_storage, self.series.directory)
+            return self._storage
+
+    async def stored(self) -> tuple[Stored, ...]:
+        """What is committed; damaged ones are said and passed over."""
+        storage = await self._open()
+        problems: list[str] = []
+        found = await self._means.urgently(list_committed, storage, self.series, problems.append)
+        for problem in problems:
+            self._means.say(f"a checkpoint is passed over: {problem}")
+        return tuple(committed.stored for committed in found)
+
+    async def find(self, version: Version) -> Committed:
+        """The checkpoint of this version; StateError if it is not there."""
+        return await self._means.urgently(find_committed, await self._open(), self.series, version)
+
+    async def load(self, committed: Committed, part: str, path: Path) -> None:
+        """Read a part into a slot that was granted for it, verify it and seal it."""
+        storage = await self._open()
+
+        def load() -> None:
+            with Slot.open(path, writable=True) as slot:
+                load_part(storage, self.series, committed, part, slot, stop=self._stop)
+
+        await self._means.urgently(load)
+
+    @staticmethod
+    def length(committed: Committed, part: str) -> int:
+        """How much room a part needs in a slot."""
+        return part_length(committed, part)
+
+    async def write_parts(self, attempt: str, paths: dict[str, Path]) -> tuple[FileEntry, ...]:
+        """Write the slots of these parts to the place of the attempt, durably."""
+        storage, series = await self._open(), self.series
+
+        def write(path: Path) -> tuple[FileEntry, ...]:
+            with Slot.open(path, writable=False) as slot:
+                return write_part(storage, series, attempt, slot, stop=self._stop)
+
+        written = [await self._means.quietly(write, path) for path in paths.values()]
+        return tuple(entry for entries in written for entry in entries)
+
+    async def commit(self, order: c.CommitOrder) -> None:
+        """Make a checkpoint of what all nodes have written for the attempt."""
+        storage = await self._open()
+        for note in await self._means.urgently(commit, storage, self.series, order):
+            self._means.say(note)
+
+    async def give_up(self, attempt: str) -> None:
+        """Remove what was written for an attempt that failed."""
+        storage = await self._open()
+        await self._means.quietly(abandon, storage, attempt)
+
+    async def apply_retention(self) -> None:
+        """Remove what the rules of the series do not keep."""
+        await self._means.quietly(apply_retention, await self._open(), self.series)
+
+    async def remove(self, steps: tuple[int, ...]) -> None:
+        """Remove committed steps, but never the newest."""
+        await self._means.quietly(remove_steps, await self._open(), self.series, steps)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training without torch: its state is a pattern of bytes that tells its step, rank by rank.
+
+Every step it saves the state through the vault; at its start it restores what all ranks agree on
+and proves that each byte is the one that was saved.
+"""
+
+import os
+
+from steplog import RANK, WORLD, fault, is_to_finish, meet, note, pause
+
+from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
+from holdfast.client.vault import VaultClient, connect_vault
+from holdfast.model.checkpoint import NONE, SHARED, Series, Shape, Version, rank_part
+from holdfast.model.errors import HoldfastError
+
+SIZE = int(os.environ.get("VAULT_SIZE", "300000"))
+IS_SHARED = os.environ.get("VAULT_SHARED", "1") == "1"
+EVERY = int(os.environ.get("VAULT_EVERY", "0"))
+"""Every so many steps go to storage."""
+SHAPE = Shape(WORLD, IS_SHARED)
+START = os.environ["TORCHELASTIC_RESTART_COUNT"]
+LAST = int(os.environ.get("STEPS", "0"))
+
+
+def content(part: str, step: int) -> bytes:
+    """What a part holds at a step; no two differ in a few bytes only."""
+    word = f"{part} at step {step};".encode()
+    return (word * (SIZE // len(word) + 1))[:SIZE]
+
+
+def restore(vault: VaultClient) -> int:
+    """The step that all ranks go on from; 0 if there is nothing."""
+    prepared, problem, tried = NONE, "", NONE
+    wanted = [rank_part(RANK), *([SHARED] if IS_SHARED else [])]
+    while True:
+        plan = vault.restore(prepared=prepared, problem=problem, tried=tried)
+        for text in plan.notes:
+            note(f"says {text}")
+        if plan.go:
+            break
+        prepared, problem, tried = NONE, "", plan.version
+        if plan.version == NONE:
+            continue
+        try:
+            opened = vault.open_parts(plan.version, wanted)
+            prepared = plan.version
+        except HoldfastError as exc:
+            problem = str(exc)
+            note(f"cannot {exc}", plan.version.step)
+    if plan.version == NONE:
+        return 0
+    step = plan.version.step
+    for part in opened:
+        with Slot.open(part.path, writable=False) as slot:
+            meta = slot.read()
+            assert meta is not None, part
+            assert meta.version == plan.version, meta
+            assert bytes(slot.file(f"{part.part}.bin")) == content(part.part, step), part
+        note(f"from {part.source}", step)
+    vault.close_parts()
+    note("restored", step)
+    return step
+
+
+def save(vault: VaultClient, step: int) -> None:
+    persist = EVERY > 0 and step % EVERY == 0
+    is_first = int(os.environ["LOCAL_RANK"]) == 0
+    for part in [rank_part(RANK), *([SHARED] if IS_SHARED and is_first else [])]:
+        files, length = lay_out([(f"{part}.bin", SIZE)])
+        grant = vault.slot(part, step, length)
+        version = Version(grant.lineage, step)
+        data = content(part, step)
+        with Slot.open(grant.path, writable=True) as slot:
+            slot.begin(version)
+            slot.data[: SIZE // 2] = data[: SIZE // 2]
+            if step == 3:
+                fault("copy")
+            slot.data[SIZE // 2 : SIZE] = data[SIZE // 2 :]
+            slot.seal(SlotMeta(DIRECTORY, part, version, SHAPE, files))
+        if step == 3:
+            fault("sealed")
+        vault.sealed(part, version, SHAPE, grant.path, persist=persist)
+    note("saved", step)
+
+
+DIRECTORY = os.environ["VAULT_DIRECTORY"]
+note("main")
+vault = connect_vault()
+vault.open_series(
+    Series(
+        DIRECTORY,
+        slots=int(os.environ.get("VAULT_SLOTS", "2")),
+        replicas=int(os.environ.get("VAULT_REPLICAS", "0")),
+        parity=int(os.environ.get("VAULT_PARITY", "0")),
+        keep_last=int(os.environ.get("VAULT_KEEP", "0")),
+    )
+)
+step = restore(vault)
+while not LAST or step < LAST:
+    step += 1
+    if "1" in meet(f"{START}-step-{step}", str(int(is_to_finish()))):
+        break
+    save(vault, step)
+    note("step", step)
+    if step == 4:
+        meet(f"{START}-saved-4")
+        fault("step")
+    pause(0.01)
+vault.close()
+note("end", step)

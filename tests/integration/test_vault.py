@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in memory and on storage, through real agents: whatever dies, the state is whole.
+
+The workers (scripts/vaulted.py) prove every byte that they restore. Faults come from inside them at
+exact points: in the middle of a copy, after the slot is sealed, after the step.
+"""
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.checkpoint.digests import read_sidecar
+from tests.integration.jobs import SCRIPTS, Event, Jobs, wait_gone
+from tests.waiting import until
+
+VAULTED = str(SCRIPTS / "vaulted.py")
+
+
+def memory_of(jobs: Jobs) -> list[Path]:
+    """What the agents of this test hold in shared memory now."""
+    return [path for path in (jobs.folder / "memory").rglob("*.*") if path.is_file()]
+
+
+def start(jobs: Jobs, *words: str, **env: str) -> dict[str, str]:
+    """The environment of every node of a test."""
+    memory = jobs.folder / "memory"
+    memory.mkdir(exist_ok=True)
+    return {
+        "VAULT_DIRECTORY": str(jobs.folder / "checkpoints"),
+        "HOLDFAST_MEMORY_DIR": str(memory),
+        **env,
+    }
+
+
+def restored(jobs: Jobs, *, round: int) -> dict[int, Event]:
+    return {event.rank: event for event in jobs.events("restored") if event.round == round}
+
+
+def sources(jobs: Jobs, *, round: int) -> set[str]:
+    return {
+        event.what.removeprefix("from ")
+        for event in jobs.events()
+        if event.what.startswith("from ") and event.round == round
+    }
+
+
+@pytest.mark.parametrize(
+    ("place", "shared", "steps"),
+    [
+        ("copy", "0", {2}),
+        ("sealed", "0", {2, 3}),
+        ("step", "0", {4}),
+        # The shared part of step 3 may be whole when the own part of a rank is torn.
+        ("copy", "1", {2, 3}),
+        ("step", "1", {4}),
+    ],
+)
+def test_a_worker_killed_at_any_point_goes_on_from_memory(
+    jobs: Jobs, place: str, shared: str, steps: set[int]
+) -> None:
+    """The prior art's single buffer is torn by a kill in the middle of a copy."""
+    env = start(jobs, FAULTS=f"kill {place} 1", STEPS="6", VAULT_SHARED=shared)
+    job = jobs.run("--nproc-per-node", "2", "--max-restarts", "2", VAULTED, **env)
+    job.succeeds()
+    again = {event.step for event in restored(jobs, round=2).values()}
+    assert len(again) == 1
+    assert again <= steps
+    assert sources(jobs, round=2) == {"memory"}
+    assert not memory_of(jobs)
+
+
+def test_everything_killed_goes_on_from_storage(jobs: Jobs) -> None:
+    env = start(jobs, VAULT_EVERY="2")
+    job = jobs.run("--nproc-per-node", "2", VAULTED, **env)
+    latest = jobs.folder / "checkpoints" / "latest"
+    until(latest.exists, 30.0)
+    wait_gone([process.pid for process in kill_all(jobs)])
+    job.wait()
+    newest = int(latest.read_text().removeprefix("step-"))
+    shutil.rmtree(jobs.folder / "memory")
+    jobs.log.write_text("")
+    shutil.rmtree(jobs.folder / "meetings")
+    job = jobs.run("--nproc-per-node", "2", VAULTED, **start(jobs, STEPS=str(newest + 3)))
+    job.succeeds()
+    assert {event.step for event in restored(jobs, round=1).values()} == {newest}
+    assert sources(jobs, round=1) == {"storage"}
+
+
+def kill_all(jobs: Jobs) -> list[psutil.Process]:
+    living = jobs.living()
+    for process in living:
+        process.kill()
+    return living
+
+
+def test_sigterm_brings_the_newest_step_to_storage(jobs: Jobs) -> None:
+    """Preemption: the node has its grace period to save what only its memory holds."""
+    job = jobs.run("--nproc-per-node", "2", VAULTED, **start(jobs))
+    jobs.wait_for("step", lambda event: event.step >= 3, count=2)
+    job.send(signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM
+    saved = [event.step for event in jobs.events("saved")]
+    stored = committed(jobs)
+    # A rank may have been ended before it had saved its last step too.
+    assert stored
+    assert max(stored) >= max(saved) - 1
+    assert not memory_of(jobs)
+
+
+def committed(jobs: Jobs) -> list[int]:
+    found = (jobs.folder / "checkpoints").glob("step-*/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+
+
+def test_the_job_ends_when_the_last_checkpoint_is_on_storage(jobs: Jobs) -> None:
+    env = start(jobs, VAULT_EVERY="5", STEPS="5", VAULT_KEEP="1", VAULT_SLOTS="3")
+    jobs.run("--nproc-per-node", "2", VAULTED, **env).succeeds()
+    assert committed(jobs) == [5]
+    assert (jobs.folder / "checkpoints" / "latest").read_text() == "step-0000000005"
+    assert not memory_of(jobs)
+
+
+def test_a_finished_job_leaves_its_newest_step_on_storage(jobs: Jobs) -> None:
+    """Also when the program itself has never saved to storage."""
+    jobs.run("--local-nodes", "2", VAULTED, **start(jobs, STEPS="5", VAULT_SHARED="0")).succeeds()
+    assert committed(jobs)[-1] == 5
+    assert not memory_of(jobs)
+
+
+def test_storage_that_fails_disturbs_neither_training_nor_older_checkpoints(jobs: Jobs) -> None:
+    env = start(jobs, VAULT_EVERY="2", STEPS="7")
+    (jobs.folder / "checkpoints").mkdir()
+    (jobs.folder / "checkpoints" / ".holdfast").write_text("a file where a directory should be")
+    job = jobs.run("--nproc-per-node", "1", VAULTED, **env)
+    job.succeeds()
+    assert "checkpoints" in job.wait_line("does not go to storage")
+    assert max(event.step for event in jobs.events("step")) == 7
+
+
+@pytest.mark.parametrize("how", [{"VAULT_REPLICAS": "1"}, {"VAULT_PARITY": "2"}])
+def test_a_lost_node_is_restored_from_its_peers(jobs: Jobs, how: dict[str, str]) -> None:
+    """Its memory is gone with it, and nothing was ever on storage."""
+    memories = [jobs.folder / f"memory-{name}" for name in "ab"]
+    for memory in memories:
+        memory.mkdir()
+    env = start(jobs, VAULT_SHARED="0", VAULT_SLOTS="3", **how)
+    words = ("--nnodes", "2", "--nproc-per-node", "2", VAULTED)
+    master = jobs.master()
+    nodes = [
+        jobs.node(master, *words, name=name, **{**env, "HOLDFAST_MEMORY_DIR": str(memory)})
+        for name, memory in zip("ab", memories, strict=True)
+    ]
+    jobs.wait_for("step", lambda event: event.step >= 6, count=4)
+    reached = max(event.step for event in jobs.events("step"))
+    lost = nodes[1]
+    kill_node(jobs, "b")
+    lost.wait()
+    shutil.rmtree(memories[1])
+    memories[1].mkdir()
+    jobs.node(master, *words, name="b2", **{**env, "HOLDFAST_MEMORY_DIR": str(memories[1])})
+    again = jobs.wait_for("restored", lambda event: event.round > 1, count=4)
+    assert len({event.step for event in again}) == 1
+    assert again[0].step >= reached - 4
+    source = "peer" if "VAULT_REPLICAS" in how else "parity"
+    assert sources(jobs, round=again[0].round) == {"memory", source}
+    jobs.finish()
+    jobs.wait_for("end", lambda event: event.round == again[0].round, count=4)
+
+
+def kill_node(jobs: Jobs, name: str) -> None:
+    """The machine is gone: every process of it at once."""
+    mine = [p for p in jobs.living() if p.environ().get("STEPS_NODE") == name]
+    for process in mine:
+        process.kill()
+    wait_gone([process.pid for process in mine])
+
+
+def test_a_killed_agent_leaves_its_memory_to_its_successor(jobs: Jobs) -> None:
+    env = start(jobs, VAULT_SHARED="0")
+    job = jobs.run("--local-nodes", "2", VAULTED, **env)
+    before = jobs.wait_for("step", lambda event: event.step >= 3, count=2)
+    lost = next(event for event in before if event.rank == 1)
+    os.kill(lost.agent, signal.SIGKILL)
+    again = jobs.wait_for("restored", count=2)
+    steps = {event.step for event in again}
+    assert len(steps) == 1
+    saved = [event.step for event in jobs.events("saved") if event.round == 1]
+    assert max(saved) - 1 <= steps.pop() <= max(saved)
+    assert sources(jobs, round=again[0].round) == {"memory"}
+    jobs.finish()
+    job.succeeds()
+    assert not memory_of(jobs)
+
+
+def test_memory_that_was_damaged_is_not_restored(jobs: Jobs) -> None:
+    """A flipped byte in the newest slot: the step before is restored, and it is said."""
+    env = start(jobs, VAULT_SHARED="0", FAULTS="stop step 0", VAULT_SLOTS="3")
+    job = jobs.run("--nproc-per-node", "1", "--max-restarts", "2", VAULTED, **env)
+    jobs.wait_for("fault")
+    newest = until(lambda: digested(jobs, step=4), 10.0)
+    assert newest is not None
+    with open(newest, "r+b") as slot:
+        slot.seek(4096 + 1000)
+        slot.write(b"!")
+    for process in jobs.living():
+        if process.ppid() == job.pid and process.status() == psutil.STATUS_STOPPED:
+            os.kill(process.pid, signal.SIGKILL)
+    again = jobs.wait_for("restored", lambda event: event.round == 2)
+    assert again[0].step == 3
+    assert any("changed since" in event.what for event in jobs.events())
+    jobs.finish()
+    job.succeeds()
+
+
+def digested(jobs: Jobs, *, step: int) -> Path | None:
+    """The slot with this step, once its digest is beside it."""
+    for path in (jobs.folder / "memory").rglob("rank-00000.*"):
+        if path.suffix == ".crc":
+            continue
+        sidecar = read_sidecar(path)
+        if sidecar is not None and sidecar.version.step == step:
+            return path
+    return None
+
+
+def test_an_idle_vault_uses_no_cpu(jobs: Jobs) -> None:
+    env = start(jobs, FAULTS="stop step 0", VAULT_SHARED="0")
+    job = jobs.run("--nproc-per-node", "1", VAULTED, **env)
+    jobs.wait_for("fault")
+    agent = psutil.Process(job.pid)
+    before = sum(agent.cpu_times()[:2])
+    threading.Event().wait(2.0)
+    assert sum(agent.cpu_times()[:2]) - before < 0.2
+
+
+def test_a_job_that_fails_for_good_leaves_its_newest_step_on_storage(jobs: Jobs) -> None:
+    """Its memory goes with it, so what only memory holds goes to storage first."""
+    env = start(jobs, FAULTS="raise step 0", VAULT_SHARED="0")
+    job = jobs.run("--nproc-per-node", "2", "--max-restarts", "0", VAULTED, **env)
+    assert job.wait() == 1
+    assert committed(jobs) == [4]
+    assert not memory_of(jobs)
