@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpointer: what a training script uses to save and load its state.
+
+checkpointer = Checkpointer("/data/run7", storage=EverySteps(1000), keep=KeepLast(3))
+step = checkpointer.load(model=model, optimizer=optimizer)
+...
+checkpointer.save(step, model=model, optimizer=optimizer)
+"""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from holdfast.model.checkpoint import SHARED, Series, Shape, rank_part
+from holdfast.model.errors import UsageError
+from holdfast.torch import state
+from holdfast.torch.files import Files, FilesLoading, LoadedFiles, to_images
+from holdfast.torch.images import Image
+from holdfast.torch.loading import StateLoading, hand_over
+from holdfast.torch.policies import Every, EverySteps, Keep, KeepEvery, KeepLast
+from holdfast.torch.randomness import set_rng_state
+from holdfast.torch.restore import agree
+from holdfast.torch.session import MEMORY, STORAGE, Session, Tier
+
+__all__ = ["Checkpointer", "Saved", "MEMORY", "STORAGE", "Tier"]
+
+STEP_MAX = 2**63 - 1
+EVERY_STEP = EverySteps(1)
+_NAMES = Series(directory="")  # The names that a series has if nobody says otherwise.
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What became of a save."""
+
+    step: int
+    taken: bool
+    """False when nothing was due, or when it could not be done: `why` tells."""
+    to: Tier | None
+    seconds: float
+    """How long the training had to wait."""
+    why: str = ""
+
+
+class Checkpointer:
+    """Saves the state of a training and loads it again. Every rank makes one and calls it alike."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: Every | None = EVERY_STEP,
+        storage: Every | None = None,
+        keep: Keep | None = None,
+        replicas: int = 0,
+        parity: int = 0,
+        slots: int | None = None,
+        overlap: bool = False,
+        breakpoint: bool = True,
+        shared: bool = True,
+        timeout_s: float = 600.0,
+        pattern: str = _NAMES.pattern,
+        tracker: str = _NAMES.tracker,
+        tracker_text: str = _NAMES.tracker_text,
+    ) -> None:
+        """Nothing is opened before the first save or load.
+
+        `every` and `storage` say when a save without `to` goes to memory and to storage.
+        `shared=False`: model and optimizer differ from rank to rank, though no tensor says so.
+        `slots`, `replicas`, `parity` and `breakpoint` are explained in docs/checkpoints.md,
+        the patterns of names in model/checkpoint.py.
+        """
+        is_busy = overlap or storage is not None or replicas > 0 or parity > 0
+        self.series = Series(
+            directory=_absolute(os.fspath(directory)),
+            pattern=pattern,
+            tracker=tracker,
+            tracker_text=tracker_text,
+            keep_last=_keep_last(keep),
+            keep_every=keep.steps if isinstance(keep, KeepEvery) else 0,
+            replicas=replicas,
+            parity=parity,
+            slots=slots if slots is not None else 3 if is_busy else 2,
+            breakpoint=breakpoint,
+        )
+        self.extra: Any = None
+        """What was saved as `extra`, after a load."""
+        self.data: Any = None
+        """What was saved as `data`, after a load."""
+        self._every, self._storage, self._keep = every, storage, keep
+        self._overlap = overlap
+        self._shared = shared
+        self._timeout_s = timeout_s
+        self._session: Session | None = None
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        model: object = None,
+        optimizer: object = None,
+        extra: object = None,
+        data: object = None,
+        to: Tier | None = None,
+        overlap: bool | None = None,
+        allow_pickle: bool = False,
+    ) -> Saved:
+        """Save this step: to memory, to storage too, or not at all when nothing is due.
+
+        `model` and `optimizer` are objects, lists or dicts of objects, or plain state dicts. Every
+        rank calls it for the same steps. With `overlap` it returns at once; parameters and
+        optimizer state are copied until the next optimizer.step().
+        """
+        session = self._opened()
+        tier = session.tier(_checked(step)) if to is None else to
+        if tier is None:
+            return _not_due(step)
+        began = time.monotonic()
+        parts, shape = session.collect(model, optimizer, extra, data, allow_pickle)
+        hooked = _hookable(model, optimizer)
+        return self._write(step, parts, shape, tier, overlap, began, hooked)
+
+    def save_files(
+        self,
+        step: int,
+        files: Files,
+        *,
+        shared: Files | None = None,
+        to: Tier | None = None,
+        overlap: bool | None = None,
+    ) -> Saved:
+        """Save files of a framework's own format: images, bytes, text, or what torch.save takes.
+
+        `files` are this rank's, `shared` those that are the same on every rank; functions that make
+        them are called only when a save is due. Every rank gives `shared` at every step, or none.
+        """
+        session = self._opened()
+        tier = session.tier(_checked(step)) if to is None else to
+        if tier is None:
+            return _not_due(step)
+        began = time.monotonic()
+        place = session.client.place
+        parts = {rank_part(place.rank): to_images(files)}
+        if shared is not None and place.local_rank == 0:
+            parts[SHARED] = to_images(shared)
+        shape = Shape(place.world_size, shared is not None)
+        return self._write(step, parts, shape, tier, overlap, began)
+
+    def save_parts(
+        self,
+        step: int,
+        images: Mapping[str, Sequence[Image]],
+        shape: Shape,
+        *,
+        to: Tier | None = None,
+        overlap: bool | None = None,
+    ) -> Saved:
+        """Save what is described already: the files of each part that this rank writes."""
+        session = self._opened()
+        tier = session.tier(_checked(step)) if to is None else to
+        if tier is None:
+            return _not_due(step)
+        return self._write(step, images, shape, tier, overlap, time.monotonic())
+
+    def _write(
+        self,
+        step: int,
+        parts: Mapping[str, Sequence[Image]],
+        shape: Shape,
+        tier: Tier,
+        overlap: bool | None,
+        began: float,
+        hooked: Iterable[torch.nn.Module | torch.optim.Optimizer] = (),
+    ) -> Saved:
+        is_overlapped = self._overlap if overlap is None else overlap
+        why = self._opened().write(step, parts, shape, tier, hooked if is_overlapped else None)
+        return Saved(step, not why, tier, time.monotonic() - began, why)
+
+    # ---- loading --------------------------------------------------------------------------------
+
+    def load(
+        self,
+        model: object = None,
+        optimizer: object = None,
+        extra: object = None,
+        data: object = None,
+        step: int | None = None,
+        allow_pickle: bool = False,
+    ) -> int | None:
+        """Load the newest complete state, or that of a step, in place; returns its step.
+
+        None: there is none, nothing was changed. Every rank calls it, and every rank gets the same
+        step. What was saved as extra and data is in the attributes of these names; objects with
+        load_state_dict that are given here take their state.
+        """
+        session = self._opened()
+        session.settle()
+        loading = StateLoading(
+            model, optimizer, session.sharded, session.copier, self._timeout_s, allow_pickle
+        )
+        plan, parts = agree(
+            session.client, loading, -1 if step is None else _checked(step), self._timeout_s
+        )
+        session.agreed(plan)
+        loaded: int | None = None
+        if parts is not None:
+            try:
+                own = loading.fill()
+            finally:
+                parts.close()
+            self.extra, self.data = own.get("extra"), own.get("data")
+            hand_over(extra, self.extra, "extra")
+            hand_over(data, self.data, "data")
+            rng = own.get("rng")
+            if isinstance(rng, dict) and not loading.is_substitute:
+                set_rng_state(rng)
+            loaded = plan.version.step
+        if model is not None or optimizer is not None:
+            session.reserve(model, optimizer, allow_pickle)
+        return loaded
+
+    def load_files(self, step: int | None = None, parts: Sequence[str] = ()) -> LoadedFiles | None:
+        """The files of the newest complete state, for a framework that loads them itself.
+
+        `parts`: what this rank reads beside its own part and the shared one. Every rank calls it.
+        Close what it returns (it is a context manager).
+        """
+        session = self._opened()
+        session.settle()
+        loading = FilesLoading(parts)
+        plan, opened = agree(
+            session.client, loading, -1 if step is None else _checked(step), self._timeout_s
+        )
+        session.agreed(plan)
+        return None if opened is None else loading.files(opened)
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float = 600.0) -> int | None:
+        """Wait until everything is where it was to go; the newest step on storage, if any.
+
+        RejectedError: the last save to storage failed, and why. TimedOutError: it takes longer.
+        """
+        return self._opened().newest_stored(timeout_s)
+
+    def close(self) -> None:
+        """End what runs in the background in this process; the saver goes on with its work."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            self._session = Session(
+                self.series, self._every, self._storage, self._keep, self._shared, self._timeout_s
+            )
+        return self._session
+
+
+def _not_due(step: int) -> Saved:
+    return Saved(step, False, None, 0.0, "no save is due at this step")
+
+
+def _absolute(directory: str) -> str:
+    return directory if "://" in directory else os.path.abspath(directory)
+
+
+def _keep_last(keep: Keep | None) -> int:
+    if isinstance(keep, KeepLast):
+        return keep.count
+    return keep.last if isinstance(keep, KeepEvery) else 0
+
+
+def _checked(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+        raise UsageError(f"a step is an integer from 0 to {STEP_MAX}, not {step!r}")
+    return step
+
+
+def _hookable(*values: object) -> Iterable[torch.nn.Module | torch.optim.Optimizer]:
+    """The modules and optimizers in what the user gave."""
+    for value in values:
+        found = state.unwrapped(value)
+        if isinstance(found, torch.nn.Module | torch.optim.Optimizer):
+            yield found
+        elif isinstance(found, Mapping):
+            yield from _hookable(*found.values())
+        elif isinstance(found, list | tuple):
+            yield from _hookable(*found)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in a framework's own files: ours to keep, the framework's to read."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from holdfast.model.checkpoint import SHARED, Shape, rank_part
+from holdfast.model.errors import StateError
+from holdfast.torch.images import Image, bytes_image
+from holdfast.torch.restore import OpenPart, Parts
+from holdfast.torch.zip_image import zip_image
+
+Files = Mapping[str, object] | Callable[[], Mapping[str, object]]
+"""Content by file name, or what makes it."""
+
+
+def to_images(files: Files) -> list[Image]:
+    """The files, described."""
+    made = files() if callable(files) else files
+    return [to_image(name, value) for name, value in made.items()]
+
+
+def to_image(name: str, value: object) -> Image:
+    """A file with this content: an image, bytes, text, or anything that torch.save takes."""
+    if isinstance(value, Image):
+        return value
+    if isinstance(value, bytes):
+        return bytes_image(name, value)
+    if isinstance(value, str):
+        return bytes_image(name, value.encode())
+    return zip_image(name, value)
+
+
+class LoadedFiles:
+    """The files of a checkpoint that every rank has agreed on. Close it when they are read."""
+
+    def __init__(self, parts: Parts, opened: dict[str, OpenPart]) -> None:
+        self.step = parts.version.step
+        self.shape: Shape = parts.shape
+        """Its world size is that of the world that saved."""
+        own = opened.get(rank_part(parts.rank))
+        self.substitute = own is None or own.part != own.asked
+        """Whether the rank's own files are another rank's, or none."""
+        self._parts = parts
+        self._files = {name: part for part in opened.values() for name in part.names()}
+
+    def names(self) -> list[str]:
+        """All files that can be read here."""
+        return list(self._files)
+
+    def file(self, name: str) -> memoryview:
+        """The bytes of a file, read only; nothing may refer to them after `close`."""
+        if name not in self._files:
+            raise StateError(f"the checkpoint of step {self.step} has no file {name} here")
+        return self._files[name].file(name)
+
+    def open(self, part: str) -> OpenPart:
+        """One more part. It may fail here, though all ranks agreed: prefer to ask for it before."""
+        return self._parts.open([part])[part]
+
+    def close(self) -> None:
+        """The files have been read."""
+        self._files = {}
+        self._parts.close()
+
+    def __enter__(self) -> "LoadedFiles":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class FilesLoading:
+    """Gets files ready; whoever asked reads them."""
+
+    def __init__(self, more: Sequence[str]) -> None:
+        self._more = more
+        self._opened: dict[str, OpenPart] = {}
+
+    def prepare(self, parts: Parts) -> None:
+        """Open this rank's part, the shared one, and what else was asked for."""
+        own = rank_part(parts.rank)
+        wanted = list(self._more)
+        if parts.shape.shared:
+            wanted += [SHARED, own]
+        elif parts.rank < parts.shape.world_size:
+            wanted.append(own)
+        self._opened = parts.open(list(dict.fromkeys(wanted)))
+
+    def fill(self) -> dict[str, object]:
+        """Nothing lives here that could take a state."""
+        return {}
+
+    def files(self, parts: Parts) -> LoadedFiles:
+        """What was opened."""
+        return LoadedFiles(parts, self._opened)

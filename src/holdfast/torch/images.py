@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file of a checkpoint, described before a byte of it is written.
+
+An image is static bytes and holes; a hole is where a live tensor's bytes go. Whoever saves copies
+the tensors straight from where they live into the holes: the copy into shared memory is the only
+serialisation there is, and the bytes in memory are the bytes of the file on storage.
+"""
+
+import ctypes
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.checkpoint.memory import address_of
+
+PAGE = 4096
+"""Tensor data starts at a multiple of this, so that a reader can map it."""
+
+_SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+"""What safetensors has a name for. Others are stored as plain bytes; our index knows the dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Where the row-major bytes of a tensor go."""
+
+    offset: int
+    tensor: torch.Tensor
+    label: str = ""
+    """What messages call it."""
+    early: bool = False
+    """True if it may change during the next forward pass: it is copied before save() returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One file of a part. Pieces and holes cover it without gap or overlap."""
+
+    name: str
+    """Relative to the checkpoint's directory; may have "/" in it."""
+    length: int
+    pieces: tuple[tuple[int, bytes], ...]
+    holes: tuple[Hole, ...]
+
+    def gap(self) -> int | None:
+        """The first byte that is not covered exactly once; None if all are."""
+        spans = [(offset, offset + len(data)) for offset, data in self.pieces]
+        spans += [(hole.offset, hole.offset + hole.tensor.nbytes) for hole in self.holes]
+        covered = 0
+        for begin, end in sorted(spans):
+            if begin != covered:
+                return min(begin, covered)
+            covered = end
+        return None if covered == self.length else min(covered, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor of a state, and what it is called."""
+
+    name: str
+    tensor: torch.Tensor
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor is in a file. Strides are not kept: the bytes are row-major."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def bytes_image(name: str, data: bytes) -> Image:
+    """A file without tensors."""
+    return Image(name, len(data), ((0, data),) if data else (), ())
+
+
+def safetensors_image(name: str, leaves: Sequence[Leaf]) -> tuple[Image, tuple[Entry, ...]]:
+    """A valid safetensors file of these tensors, and where each of them is in it."""
+    spec = tuple((leaf.name, leaf.tensor.dtype, tuple(leaf.tensor.shape)) for leaf in leaves)
+    layout = _safetensors_layout(spec)
+    holes = tuple(
+        Hole(entry.offset, leaf.tensor, leaf.name, leaf.early)
+        for entry, leaf in zip(layout.entries, leaves, strict=True)
+    )
+    return Image(name, layout.length, ((0, layout.header),), holes), layout.entries
+
+
+def tensor_at(
+    data: memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """The tensor at this place: a view of the memory, to be copied out of and then dropped."""
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    view = data[offset : offset + count * dtype.itemsize]
+    buffer: object = view
+    if view.readonly:
+        # torch has no read-only tensors and warns of such a buffer; ours is only copied from.
+        buffer = (ctypes.c_char * len(view)).from_address(address_of(view))
+        buffer.keep = view  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The row-major bytes of a tensor without copying it; None if they do not lie in a row."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def fill(image: Image, target: memoryview) -> None:
+    """Write the whole file here, in this thread."""
+    for offset, data in image.pieces:
+        target[offset : offset + len(data)] = data
+    for hole in image.holes:
+        fill_hole(hole, target)
+
+
+def fill_hole(hole: Hole, target: memoryview) -> None:
+    """Write the bytes of one tensor, whatever its strides."""
+    tensor = hole.tensor.detach()
+    raw = raw_bytes(tensor)
+    if raw is None:
+        tensor_at(target, hole.offset, tensor.dtype, tensor.shape).copy_(tensor)
+    elif raw.numel():
+        tensor_at(target, hole.offset, torch.uint8, raw.shape).copy_(raw)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    header: bytes
+    entries: tuple[Entry, ...]
+    length: int
+
+
+# A state keeps its shape from step to step; the layout of a changed one is simply another.
+@functools.lru_cache(maxsize=8)
+def _safetensors_layout(spec: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> _Layout:
+    # The format allows no padding between tensors: wide ones first keeps every tensor aligned.
+    order = sorted(range(len(spec)), key=lambda index: -spec[index][1].itemsize)
+    begins: dict[int, tuple[int, int]] = {}
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for index in order:
+        name, dtype, shape = spec[index]
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        begins[index] = begin, end
+        known = _SAFETENSORS_DTYPES.get(dtype)
+        fields[name] = {
+            "dtype": known or "U8",
+            "shape": shape if known else [end - begin],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    start = -(-(8 + len(text)) // PAGE) * PAGE
+    header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    entries = tuple(
+        Entry(
+            name,
+            dtype_name(dtype),
+            shape,
+            start + begins[index][0],
+            begins[index][1] - begins[index][0],
+        )
+        for index, (name, dtype, shape) in enumerate(spec)
+    )
+    return _Layout(header, entries, start + end)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a state into live objects, whichever way it was saved: plain or sharded."""
+
+from collections.abc import Mapping
+
+from holdfast.checkpoint.copier import Copier
+from holdfast.model.checkpoint import rank_part
+from holdfast.model.errors import UsageError
+from holdfast.torch import plain, sharded, state
+from holdfast.torch.restore import Loading, OpenPart, Parts
+
+
+class StateLoading:
+    """Finds out how a checkpoint was saved, and has it loaded that way."""
+
+    def __init__(
+        self,
+        model: object,
+        optimizer: object,
+        sharded_states: sharded.Sharded,
+        copier: Copier,
+        timeout_s: float,
+        allow_pickle: bool,
+    ) -> None:
+        self.is_substitute = False
+        """Whether this rank's own part is another rank's."""
+        self._is_sharded = sharded.is_sharded(model, optimizer)
+        self._sharded: Loading = sharded_states.loading(model, optimizer, allow_pickle)
+        self._plain: Loading = plain.PlainLoading(model, optimizer, copier, timeout_s, allow_pickle)
+        self._chosen: Loading = self._plain
+
+    def prepare(self, parts: Parts) -> None:
+        """Choose, and prepare what was chosen."""
+        wanted = rank_part(parts.rank)
+        rank = parts.rank if parts.shape.shared else parts.rank % parts.shape.world_size
+        own = parts.open([rank_part(rank)])[rank_part(rank)]
+        self.is_substitute = own.part != wanted
+        is_sharded = _kind(own) == sharded.KIND or self._is_sharded
+        self._chosen = self._sharded if is_sharded else self._plain
+        self._chosen.prepare(parts)
+
+    def fill(self) -> dict[str, object]:
+        """Load it."""
+        return self._chosen.fill()
+
+
+def _kind(part: OpenPart) -> str:
+    """ "plain" or "sharded"."""
+    name = f"{part.part}.json"
+    if name not in part.names():
+        raise UsageError(
+            f"this checkpoint has files of a framework's own format ({', '.join(part.names())}): "
+            "load it with the adapter that saved it"
+        )
+    return str(state.decode(part.file(name)).get("kind"))
+
+
+def hand_over(live: object, value: object, where: str) -> None:
+    """Give the objects in `live` their state: `value` has it in the same places."""
+    live = state.unwrapped(live)
+    if isinstance(live, state.Stateful):
+        live.load_state_dict(value)
+    elif isinstance(live, Mapping):
+        for key, item in live.items():
+            if not isinstance(value, Mapping) or key not in value:
+                raise UsageError(f"{where}[{key!r}]: missing in the checkpoint")
+            hand_over(item, value[key], f"{where}[{key!r}]")
+    elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
+        for index, (item, saved) in enumerate(zip(live, value, strict=False)):
+            hand_over(item, saved, f"{where}[{index}]")

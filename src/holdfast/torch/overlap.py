@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A save that goes on in the background while the next forward and backward pass run.
+
+Parameters and optimizer state change in `optimizer.step()` and in loads only. While a save is under
+way, hooks there wait until it has copied everything. Should something change a tensor past the
+hooks, its version counter tells: the slot is then not sealed, and the save before stays the newest.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.checkpoint.copier import CopyJob
+from holdfast.model.errors import HoldfastError, TimedOutError
+from holdfast.torch.images import Hole
+from holdfast.torch.staging import Staged
+
+log = logging.getLogger(__name__)
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a save under way refers to."""
+
+    holes: Sequence[Hole]
+    versions: Sequence[int]
+    staged: Staged
+    job: CopyJob
+    seal: Callable[[], None]
+
+
+class BackgroundSave:
+    """One save under way: the copy and its end."""
+
+    def __init__(
+        self,
+        holes: Sequence[Hole],
+        staged: Staged,
+        seal: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        """`seal` is called in the background when all is copied and nothing had changed."""
+        self._work: _Work | None = _Work(
+            holes, [_version(hole.tensor) for hole in holes], staged, CopyJob(staged.tasks), seal
+        )
+        self._timeout_s = timeout_s
+        self._check = threading.Lock()
+        self._is_checked = False
+        self.problem = ""
+        """Why it did not become a checkpoint; empty if it did, or while it is under way."""
+        # No daemon: a program that ends after a save has saved.
+        self._thread = threading.Thread(target=self._run, name="holdfast-overlap")
+        self._thread.start()
+
+    def let_change(self) -> None:
+        """Called before tensors change: wait for the copies that are not done yet."""
+        work = self._work
+        if work is None:
+            return
+        self._check_versions(work)
+        work.staged.hold_back_changes()
+        try:
+            work.job.wait(self._timeout_s)
+        except (TimedOutError, RuntimeError) as exc:
+            # Training goes on. The copy may be torn from here on, so it must not be sealed.
+            self._give_up(str(exc))
+
+    def wait(self) -> None:
+        """Until it is a checkpoint, or is known not to become one."""
+        self._thread.join(2 * self._timeout_s)
+        if self._thread.is_alive():
+            self._give_up(f"it was not over within {2 * self._timeout_s:g} s")
+
+    def _run(self) -> None:
+        work = self._work
+        assert work is not None
+        try:
+            work.job.wait(self._timeout_s)
+            self._check_versions(work)
+            work.staged.finish()
+            if not self.problem:
+                work.seal()
+        except (HoldfastError, OSError, RuntimeError) as exc:
+            self._give_up(str(exc))
+        # It refers to the slot's memory, which could not be unmapped otherwise.
+        self._work = None
+        if self.problem:
+            log.warning("a checkpoint in the background was given up: %s", self.problem)
+
+    def _check_versions(self, work: _Work) -> None:
+        """Look once, at the last moment at which nothing may have changed."""
+        with self._check:
+            if self._is_checked:
+                return
+            self._is_checked = True
+            for hole, version in zip(work.holes, work.versions, strict=True):
+                if _version(hole.tensor) != version:
+                    self._give_up(
+                        f"{hole.label or 'a tensor'} was changed while it was copied, by something "
+                        "other than optimizer.step(): save without overlap, or change it later"
+                    )
+                    return
+
+    def _give_up(self, why: str) -> None:
+        self.problem = self.problem or why
+
+
+class Gate:
+    """Hooks that make changes wait for the save under way, if there is one.
+
+    They stay until `close`: torch runs hooks while walking through a dictionary of them, which
+    another thread must not change.
+    """
+
+    def __init__(self) -> None:
+        self.save: BackgroundSave | None = None
+        self._handles: list[_Handle] = []
+        self._watched: weakref.WeakSet[torch.nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
+
+    def watch(self, objects: Iterable[torch.nn.Module | torch.optim.Optimizer]) -> None:
+        """Wait before every optimizer's step in this process and before loads into these."""
+        if not self._handles:
+            self._handles.append(register_optimizer_step_pre_hook(self._before))
+        for item in objects:
+            if item not in self._watched:
+                self._watched.add(item)
+                self._handles.append(item.register_load_state_dict_pre_hook(self._before))
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, *_: Any, **__: Any) -> None:
+        if self.save is not None:
+            self.save.let_change()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed; made in inference mode, it cannot be changed."""
+    return 0 if tensor.is_inference() else tensor._version

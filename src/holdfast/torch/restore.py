@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agreement of all ranks on what to load, and the parts while they are read.
+
+Every rank first gets a version ready without changing anything that lives; only when all of them
+have it at hand does any of them load it. So every rank has the same step, or nobody has any.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.checkpoint.slots import Slot, SlotMeta
+from holdfast.client.vault import VaultClient
+from holdfast.model.checkpoint import NONE, Shape, Version
+from holdfast.model.errors import RejectedError, StateError
+from holdfast.protocol.checkpoints import RestorePlan
+
+TURNS_MAX = 1000
+"""Each turn rules out a copy or ends the agreement; no job has so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPart:
+    """A part that can be read here, verified."""
+
+    asked: str
+    part: str
+    """What it is: another rank's, when the asked one is lost or never was."""
+    source: str
+    """ "memory", "peer", "parity" or "storage"."""
+    slot: Slot
+    meta: SlotMeta
+
+    def names(self) -> list[str]:
+        """The files in it."""
+        return [file.name for file in self.meta.files]
+
+    def file(self, name: str) -> memoryview:
+        """The bytes of a file, read only; nothing may refer to them after the load."""
+        return self.slot.file(name)
+
+
+class Parts:
+    """The parts of the version that is being restored, opened when somebody wants them."""
+
+    def __init__(self, client: VaultClient, version: Version, shape: Shape) -> None:
+        self.version = version
+        self.shape = shape
+        """Of what is restored: its world size is that of the world that saved."""
+        self.rank = client.place.rank
+        self.world_size = client.place.world_size
+        self._client = client
+        self._open: dict[str, OpenPart] = {}
+
+    def open(self, names: Sequence[str]) -> dict[str, OpenPart]:
+        """Have these parts brought here. RejectedError, StateError: one of them cannot be had."""
+        missing = [name for name in names if name not in self._open]
+        if missing:
+            for opened in self._client.open_parts(self.version, missing):
+                slot = Slot.open(opened.path, writable=False)
+                meta = slot.read()
+                if meta is None or meta.version != self.version:
+                    slot.close()
+                    raise StateError(
+                        f"part {opened.part} of step {self.version.step} was overwritten in memory"
+                    )
+                self._open[opened.asked] = OpenPart(
+                    opened.asked, opened.part, opened.source, slot, meta
+                )
+        return {name: self._open[name] for name in names}
+
+    def close(self) -> None:
+        """Everything has been read. StateError: something still refers to the memory."""
+        parts, self._open = self._open, {}
+        for part in parts.values():
+            part.slot.close()
+        self._client.close_parts()
+
+
+class Loading(Protocol):
+    """Takes a checkpoint into live objects, in two steps."""
+
+    def prepare(self, parts: Parts) -> None:
+        """Open what is needed and see that it fits, changing nothing that lives.
+
+        UsageError: it does not fit. RejectedError, StateError: another version must do. It is
+        called again when it must.
+        """
+
+    def fill(self) -> dict[str, object]:
+        """Copy into the live objects; returns what else was saved: "extra", "data", "rng"."""
+
+
+def agree(
+    client: VaultClient, loading: Loading, step: int, timeout_s: float
+) -> tuple[RestorePlan, Parts | None]:
+    """Come to one version with all other ranks. With no parts there is nothing to restore.
+
+    The caller closes the parts.
+    """
+    parts: Parts | None = None
+    plan = client.restore(step=step, timeout_s=timeout_s)
+    try:
+        for _ in range(TURNS_MAX):
+            prepared = NONE if parts is None else parts.version
+            if plan.go:
+                if plan.version != prepared:
+                    raise StateError(
+                        f"step {plan.version.step} was agreed on but step {prepared.step} is ready"
+                    )
+                agreed, parts = parts, None
+                return plan, agreed
+            problem, tried = "", plan.version
+            if plan.version != prepared:
+                if parts is not None:
+                    parts.close()
+                    parts = None
+                if plan.version != NONE:
+                    parts = Parts(client, plan.version, plan.shape)
+                    problem = _problem(loading, parts)
+                if problem and parts is not None:
+                    parts.close()
+                    parts = None
+            plan = client.restore(
+                prepared=NONE if parts is None else parts.version,
+                problem=problem,
+                tried=tried if problem else NONE,
+                step=step,
+                timeout_s=timeout_s,
+            )
+        raise StateError(f"the ranks did not agree on a checkpoint in {TURNS_MAX} turns")
+    finally:
+        if parts is not None:
+            parts.close()
+
+
+def _problem(loading: Loading, parts: Parts) -> str:
+    """Why this version cannot be had here; empty if it is ready."""
+    try:
+        loading.prepare(parts)
+    except (RejectedError, StateError) as exc:
+        return str(exc)
+    return ""

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Checkpointer's dealings with the vault, from its first save or load on."""
+
+import enum
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from holdfast.checkpoint.copier import Copier
+from holdfast.checkpoint.manifest import list_committed
+from holdfast.checkpoint.storage import open_storage
+from holdfast.client.vault import VaultClient, connect_vault
+from holdfast.model.checkpoint import NONE, SHARED, Series, Shape, rank_part
+from holdfast.model.errors import RejectedError, RetryableError, StateError, TimedOutError
+from holdfast.protocol.checkpoints import RestorePlan
+from holdfast.torch import plain
+from holdfast.torch.after import AfterCommit
+from holdfast.torch.images import Image
+from holdfast.torch.overlap import BackgroundSave, Gate
+from holdfast.torch.policies import Every, Keep, Schedule
+from holdfast.torch.randomness import rng_state
+from holdfast.torch.sharded import Sharded, is_sharded
+from holdfast.torch.sizes import optimizer_bytes_to_come
+from holdfast.torch.staging import CudaAccelerator, DeviceStager
+from holdfast.torch.writing import BegunStep, PartWriter
+
+log = logging.getLogger(__name__)
+
+NOT_SAVED = (RejectedError, RetryableError, StateError, TimedOutError, OSError)
+"""What a save may meet that is no reason to end the training."""
+
+
+class Tier(enum.Enum):
+    """Where a checkpoint goes."""
+
+    MEMORY = "memory"
+    STORAGE = "storage"
+
+
+MEMORY = Tier.MEMORY
+STORAGE = Tier.STORAGE
+
+
+class Session:
+    """What the ranks of a node share with the vault, and what this one has under way."""
+
+    def __init__(
+        self,
+        series: Series,
+        every: Every | None,
+        storage: Every | None,
+        keep: Keep | None,
+        shared: bool,
+        timeout_s: float,
+    ) -> None:
+        self.client: VaultClient = connect_vault()
+        self.client.open_series(series)
+        self.copier = Copier(threads=2)
+        place = self.client.place
+        self._writer = PartWriter(
+            self.client, series.directory, DeviceStager(CudaAccelerator), self.copier, timeout_s
+        )
+        self.sharded = Sharded(place.rank, place.world_size)
+        self._has_lineage, self._last_step = False, -1
+        self._memory_due = Schedule(every, place.world_size)
+        self._storage_due = Schedule(storage, place.world_size)
+        self._after = AfterCommit(self.client, series, keep, self._storage_due, timeout_s)
+        self._series = series
+        self._shared = shared
+        self._timeout_s = timeout_s
+        self._gate = Gate()
+
+    def tier(self, step: int) -> Tier | None:
+        """Where this step goes by the rules; None: nowhere."""
+        # Both are always asked: each counts its steps.
+        is_memory, is_storage = self._memory_due.is_due(step), self._storage_due.is_due(step)
+        return STORAGE if is_storage else MEMORY if is_memory else None
+
+    def collect(
+        self, model: object, optimizer: object, extra: object, data: object, allow_pickle: bool
+    ) -> tuple[dict[str, list[Image]], Shape]:
+        """The files of each part that this process writes, and the shape of the whole."""
+        place = self.client.place
+        part = rank_part(place.rank)
+        own = {"extra": extra, "data": data, "rng": rng_state()}
+        if is_sharded(model, optimizer):
+            images = self.sharded.collect(model, optimizer, own, allow_pickle)
+            return {part: images}, Shape(place.world_size, shared=False)
+        given = {"model": model, "optimizer": optimizer}
+        common = {name: item for name, item in given.items() if item is not None}
+        if not self._shared:
+            images = plain.collect(part, common | own, allow_pickle)
+            return {part: images}, Shape(place.world_size, shared=False)
+        parts = {part: plain.collect(part, own, allow_pickle)}
+        if place.local_rank == 0:
+            parts[SHARED] = plain.collect(SHARED, common, allow_pickle)
+        return parts, Shape(place.world_size, shared=True)
+
+    def write(
+        self,
+        step: int,
+        parts: Mapping[str, Sequence[Image]],
+        shape: Shape,
+        tier: Tier,
+        hooked: Iterable[torch.nn.Module | torch.optim.Optimizer] | None,
+    ) -> str:
+        """Save; with `hooked`, in the background. Returns why it could not be done, or nothing."""
+        try:
+            self.settle()
+            self._make_newest(step)
+            begun = self._writer.begin(step, parts, shape, persist=tier is STORAGE)
+            if hooked is None:
+                self._writer.copy_now([p for part in begun.parts for p in part.placed])
+                self._writer.seal(begun)
+            else:
+                self._gate.watch(hooked)
+                self._writer.copy_now(begun.placed(early=True))
+                self._gate.save = self._in_background(begun)
+        except NOT_SAVED as exc:
+            log.warning("step %d was not saved; the training goes on: %s", step, exc)
+            return str(exc) or type(exc).__name__
+        if tier is STORAGE:
+            self._after.asked()
+        return ""
+
+    def reserve(self, model: object, optimizer: object, allow_pickle: bool) -> None:
+        """Have the memory for the first save made ready while the first step is computed."""
+        images, _ = self.collect(model, optimizer, None, None, allow_pickle)
+        to_come = optimizer_bytes_to_come(optimizer)
+        for part, files in images.items():
+            holds_model = part == SHARED or SHARED not in images
+            try:
+                self._writer.reserve(part, files, to_come if holds_model else 0)
+            except NOT_SAVED as exc:
+                log.warning("memory for checkpoints could not be set aside: %s", exc)
+
+    def newest_stored(self, timeout_s: float) -> int | None:
+        """Wait for what is on its way to storage; the newest step that is there."""
+        self.settle()
+        found = self.client.wait(timeout_s)
+        if found.problem:
+            raise RejectedError(found.problem)
+        if found.committed != NONE:
+            return found.committed.step
+        # Nothing was committed since the saver began; there may be something from before.
+        stored = list_committed(open_storage(self._series.directory), self._series)
+        return stored[0].version.step if stored else None
+
+    def agreed(self, plan: RestorePlan) -> None:
+        """The ranks agreed on a state to begin with."""
+        self._has_lineage, self._last_step = True, -1
+        self._storage_due.failures_per_s = plan.failures_per_s
+        if self.client.place.local_rank == 0:
+            for note in plan.notes:
+                log.warning("%s", note)
+
+    def settle(self) -> None:
+        """Wait for the save in the background, if there is one."""
+        save, self._gate.save = self._gate.save, None
+        if save is not None:
+            save.wait()
+
+    def close(self) -> None:
+        """End everything in this process."""
+        self.settle()
+        self._gate.close()
+        self._after.close()
+        self._writer.close()
+        self.copier.close()
+        self.client.close()
+
+    def _in_background(self, begun: BegunStep) -> BackgroundSave:
+        late = begun.placed(early=False)
+        return BackgroundSave(
+            [item.hole for item in late],
+            self._writer.stage(late),
+            lambda: self._writer.seal(begun),
+            self._timeout_s,
+        )
+
+    def _make_newest(self, step: int) -> None:
+        """See to it that what is saved next is newer than all before.
+
+        A step that is no higher than the last one, or the first without a load, needs a lineage of
+        its own. All ranks come to it together, as they all save the same steps.
+        """
+        if not self._has_lineage or step <= self._last_step:
+            self.agreed(self.client.restore(fresh=True, timeout_s=self._timeout_s))
+        self._last_step = step
