@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes of which rank's file fill a chunk, and the copying of them.
+
+A chunk that was saved exactly as it is needed is one straight copy. Otherwise the boxes of the old
+sharding that overlap the wanted box each give their share.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.model.errors import StateError, UsageError
+from holdfast.torch.dcp_image import dtype_named
+from holdfast.torch.images import tensor_at
+from holdfast.torch.shard_map import Chunk, Lengths, SavedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A box of a saved chunk that goes to a box of a live tensor."""
+
+    name: str
+    rank: int
+    """Whose file it is in."""
+    data: int
+    """Where in the file the saved chunk's raw bytes begin."""
+    dtype: str
+    sizes: Lengths
+    """Of the saved chunk."""
+    source: Lengths
+    """Where in the saved chunk the box begins."""
+    target: Lengths
+    """Where in the live tensor it goes."""
+    lengths: Lengths
+    live: torch.Tensor
+
+
+def overlap(
+    first: tuple[Lengths, Lengths], second: tuple[Lengths, Lengths]
+) -> tuple[Lengths, Lengths] | None:
+    """Offsets and lengths of what two boxes (offsets, sizes) have in common; None if nothing."""
+    begins = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
+    ends = tuple(
+        min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True)
+    )  # An empty box has an end before its begin.
+    if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+        return None
+    return begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+
+
+def copies_for(chunk: Chunk, live: torch.Tensor, saved: SavedTensor) -> Iterator[Copy]:
+    """What fills this chunk. UsageError: it was saved with another shape."""
+    if saved.shape != chunk.shape:
+        raise UsageError(
+            f"{chunk.name} has the shape {list(chunk.shape)}, "
+            f"but {list(saved.shape)} in the checkpoint."
+        )
+    wanted, found = math.prod(chunk.sizes), 0
+    for piece in saved.chunks:
+        common = overlap((chunk.offsets, chunk.sizes), (piece.offsets, piece.sizes))
+        if common is None:
+            continue
+        begins, lengths = common
+        found += math.prod(lengths)
+        yield Copy(
+            chunk.name,
+            piece.rank,
+            piece.data,
+            saved.dtype,
+            piece.sizes,
+            tuple(at - offset for at, offset in zip(begins, piece.offsets, strict=True)),
+            tuple(at - offset for at, offset in zip(begins, chunk.offsets, strict=True)),
+            lengths,
+            live,
+        )
+    if found != wanted:
+        raise StateError(
+            f"The checkpoint has {found} of {wanted} elements of this rank's share of {chunk.name}."
+        )
+
+
+def check_bounds(copies: Iterable[Copy], files: Mapping[int, memoryview]) -> None:
+    """StateError if an index points outside its file: nothing has been changed then."""
+    for copy in copies:
+        end = copy.data + math.prod(copy.sizes) * dtype_named(copy.dtype).itemsize
+        if end > len(files[copy.rank]):
+            raise StateError(
+                f"The index of {copy.name} points to byte {end} of a file "
+                f"of {len(files[copy.rank])} bytes."
+            )
+
+
+def run_copies(copies: Iterable[Copy], files: Mapping[int, memoryview]) -> None:
+    """Copy everything; no tensor refers to the files afterwards."""
+    with torch.no_grad():
+        for copy in copies:
+            source = tensor_at(files[copy.rank], copy.data, dtype_named(copy.dtype), copy.sizes)
+            target = copy.live.detach()
+            for dim, length in enumerate(copy.lengths):
+                source = source.narrow(dim, copy.source[dim], length)
+                target = target.narrow(dim, copy.target[dim], length)
+            target.copy_(source)
