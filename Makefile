@@ -10,6 +10,8 @@ BENCHES := $(filter-out bench/__init__.py bench/common.py bench/hollow.py bench/
 
 # How often `make soak` repeats the tests that start and kill real processes.
 SOAK_ROUNDS ?= 20
+# Random kills in one training, each round.
+SOAK_KILLS  ?= 100
 SOAK_TESTS  := $(wildcard tests/integration) $(wildcard tests/e2e)
 
 .PHONY: help setup demo test lint format bench soak clean
@@ -58,7 +60,7 @@ bench: $(STAMP)
 soak: $(STAMP)
 	@set -e; for round in $$(seq $(SOAK_ROUNDS)); do \
 		echo "==> soak round $$round of $(SOAK_ROUNDS)"; \
-		$(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \
+		HOLDFAST_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \
 	done
 
 clean:

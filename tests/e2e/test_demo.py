@@ -74,7 +74,7 @@ def test_the_job_survives_three_kills_with_an_unbroken_curve(folder: Path, tmp_p
     assert report["master"]["workers_restarted"] == 0
     assert 0 < report["goodput"] < 1
     assert "The job survived all three kills" in done.stdout
-    assert (kept / "checkpoint.pt").exists()
+    assert (kept / "checkpoints" / "latest").exists()
     assert_nothing_left(folder)
 
 

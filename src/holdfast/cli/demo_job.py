@@ -28,7 +28,7 @@ from holdfast.runtime.transport import Link, connect
 from holdfast.worker.linux import die_with_parent
 
 NODES = 2
-SAVE_EVERY = 5
+SAVE_EVERY = 20
 OBSERVE_S = 0.25
 RETRY_S = 0.05
 STOP_S = 8.0

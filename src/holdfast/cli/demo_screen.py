@@ -195,7 +195,7 @@ def _table(rows: Sequence[Interruption]) -> Table:
 
 def _remarks(report: Report) -> list[str]:
     lines = [
-        f"redone: steps since the last save (every {SAVE_EVERY} steps); "
+        f"redone: each step is in memory, every {SAVE_EVERY}th on storage too; "
         f"same losses within {report.worst_difference:.5f}"
     ]
     if report.master is not None:

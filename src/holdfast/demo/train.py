@@ -4,10 +4,11 @@
 An ordinary script: `torchrun --nproc-per-node 2 train.py` and `holdfast run --nproc-per-node 2
 train.py` both run it as it is. `holdfast demo` does the latter, and kills what it can meanwhile.
 
-It shows what makes a job safe to kill at any moment. The checkpoint appears whole or not at all.
-The batch of a step depends on nothing but the step and the seed, so a resumed run repeats what was
-lost, sample by sample. The global batch is split over the ranks by sequence, so a smaller or larger
-world computes the same gradient, and the loss curve goes on where it stopped.
+It shows what makes a job safe to kill at any moment. Every step leaves a checkpoint in memory, and
+some go to storage: a restarted worker does at most one step again. The batch of a step depends on
+nothing but the step and the seed, so a resumed run repeats what was lost, sample by sample. The
+global batch is split over the ranks by sequence, so a smaller or larger world computes the same
+gradient, and the loss curve goes on where it stopped.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.client import report_step
 from holdfast.runtime.settings import worker_settings
+from holdfast.torch import STORAGE, Checkpointer, EverySteps, KeepLast
 
 SEED = 7
 CONTEXT = 64
@@ -106,19 +108,6 @@ def batch_of(step: int, data: Tensor, rank: int, world: int) -> tuple[Tensor, Te
     return windows[:, :-1], windows[:, 1:]
 
 
-def save(path: Path, state: dict[str, object]) -> None:
-    """Whole or not at all: a kill at any moment leaves the previous file or the new one."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
-
-
 class Metrics:
     """One JSON line per step, appended in one write, so that lines of killed runs stay whole."""
 
@@ -140,17 +129,14 @@ class Metrics:
 class Trainer:
     """The model, its optimizer and the step they have reached."""
 
-    def __init__(self, vocabulary: int, checkpoint: Path) -> None:
+    def __init__(self, vocabulary: int, folder: Path, storage_every: int) -> None:
         torch.manual_seed(SEED)
-        self.step = 0
         self._model = DistributedDataParallel(CharTransformer(vocabulary))
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=LEARNING_RATE)
-        self._checkpoint = checkpoint
-        if checkpoint.exists():
-            state = torch.load(checkpoint, weights_only=True)
-            self._model.module.load_state_dict(state["model"])
-            self._optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
+        self._checkpointer = Checkpointer(
+            folder, storage=EverySteps(storage_every), keep=KeepLast(2)
+        )
+        self.step = self._checkpointer.load(model=self._model, optimizer=self._optimizer) or 0
 
     def train(self, data: Tensor, rank: int, world: int) -> Tensor:
         """Do the next step; returns this rank's part of the loss."""
@@ -168,9 +154,16 @@ class Trainer:
         self._optimizer.step()
         return loss.detach() / world
 
-    def save(self) -> None:
-        model, optimizer = self._model.module.state_dict(), self._optimizer.state_dict()
-        save(self._checkpoint, {"model": model, "optimizer": optimizer, "step": self.step})
+    def save(self, *, last: bool) -> None:
+        """Keep this step in memory; on storage too when it is due, and the last one."""
+        self._checkpointer.save(
+            self.step, self._model, self._optimizer, to=STORAGE if last else None
+        )
+
+    def close(self) -> None:
+        """Return when everything that was saved to storage is there."""
+        self._checkpointer.wait()
+        self._checkpointer.close()
 
 
 def train(options: argparse.Namespace) -> None:
@@ -180,7 +173,7 @@ def train(options: argparse.Namespace) -> None:
     codes = {character: code for code, character in enumerate(alphabet)}
     data = torch.tensor([codes[character] for character in text])
 
-    trainer = Trainer(len(alphabet), options.dir / "checkpoint.pt")
+    trainer = Trainer(len(alphabet), options.dir / "checkpoints", options.save_every)
     metrics = Metrics(options.metrics, rank, world)
     is_over = trainer.step >= options.steps and options.until is None
     while not is_over:
@@ -189,13 +182,14 @@ def train(options: argparse.Namespace) -> None:
         sums = torch.tensor([part.item(), float(_may_stop(options))])
         dist.all_reduce(sums)
         loss, stoppers = sums.tolist()
-        metrics.add(trainer.step, loss)
-        report_step(trainer.step)
         is_over = trainer.step >= options.steps and round(stoppers) == world
+        metrics.add(trainer.step, loss)
+        trainer.save(last=is_over)
+        report_step(trainer.step)
         if rank == 0 and (is_over or trainer.step % options.save_every == 0):
-            trainer.save()
             print(f"step {trainer.step}: loss {loss:.3f}, world {world}", flush=True)
-    # Nobody leaves before the last checkpoint is on disk, and gloo's threads come to rest.
+    trainer.close()
+    # Nobody leaves before all are here, and gloo's threads come to rest.
     dist.barrier()
 
 
@@ -209,7 +203,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--until", type=Path, metavar="FILE", help="go on until FILE exists")
     parser.add_argument("--dir", type=Path, default=Path("char_run"), help="checkpoints go here")
     parser.add_argument("--metrics", type=Path, help="JSON lines (default: DIR/metrics.jsonl)")
-    parser.add_argument("--save-every", type=int, default=5, help="steps per checkpoint (5)")
+    parser.add_argument(
+        "--save-every", type=int, default=5, help="steps per checkpoint on storage (5)"
+    )
     options = parser.parse_args()
     options.metrics = options.metrics or options.dir / "metrics.jsonl"
     return options

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint costs: torch.save, dcp, the prior art and Holdfast, beside the raw limits.
+
+Each method saves the same GPT-like state with Adam in a process of its own, and measures the raw
+two-threaded memcpy of the same bytes beside every save: ratios compare neighbours in time. The
+prior art runs if --prior-art names a Python that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from common import (
+    CONSOLE,
+    ROOT,
+    Bar,
+    Spread,
+    describe_machine,
+    finish,
+    kill_marked,
+    print_machine,
+    print_table,
+    standard_parser,
+)
+from holdfast.checkpoint.peers import PeerClient
+from holdfast.checkpoint.slots import Slot
+from holdfast.model.checkpoint import rank_part
+from holdfast.protocol.checkpoints import PartGet
+from toy_peer import TOKEN, VERSION
+
+PEERS = ("torch.save", "dcp.save", "dcp.async_save thread", "dcp.async_save process")
+PRIOR_ART = "prior art, memory"
+LIMIT_S = 1200.0
+
+
+def run_peer(name: str, size: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """One peer in its own process; None if it failed, with its last words on the screen."""
+    python = args.prior_art if name == PRIOR_ART else sys.executable
+    mark = f"HOLDFAST_BENCH={secrets.token_hex(8)}"
+    env = {**os.environ, "OMP_NUM_THREADS": "2", **dict([mark.split("=")])}
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        report, words = Path(folder) / "report.json", Path(folder) / "words"
+        argv = [python, str(ROOT / "bench/toy_saves.py"), name, "--size", size]
+        argv += ["--runs", str(args.runs), "--dir", folder, "--report", str(report)]
+        with words.open("w") as output:
+            subprocess.run(argv, stdout=output, stderr=output, timeout=LIMIT_S, env=env)
+        kill_marked(mark)  # Some savers outlive their process, and leave their memory behind.
+        Path("/dev/shm/ckpt_shm_0").unlink(missing_ok=True)
+        if not report.exists():
+            CONSOLE.print(f"{name} failed: {words.read_text()[-1000:]}")
+            return None
+        return dict(json.loads(report.read_text()))
+
+
+def run_holdfast(size: str, args: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """A job of one worker that saves, is killed and restores; its figures by name."""
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        report = Path(folder) / "report.jsonl"
+        argv = [sys.executable, "-m", "holdfast.cli", "run", "--standalone"]
+        argv += ["--nproc-per-node", "1", "--max-restarts", "1", str(ROOT / "bench/toy_flash.py")]
+        argv += ["--size", size, "--runs", str(args.runs)]
+        argv += ["--dir", f"{folder}/saves", "--report", str(report)]
+        argv += ["--warm-s", str(args.warm_s), "--idle-s", str(args.idle_s)]
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        if done.returncode != 0:
+            raise SystemExit(
+                f"the Holdfast job failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            )
+        figures: dict[str, list[list[float]]] = {}
+        for line in report.read_text().splitlines():
+            entry = json.loads(line)
+            figures.setdefault(entry["name"], []).append(entry["values"])
+    return figures
+
+
+def ratio(pairs: Iterable[list[float]], over: int = 1) -> float:
+    """The median of the quotients of neighbours."""
+    return statistics.median(pair[0] / pair[over] for pair in pairs)
+
+
+def measure_peer(mib: int, runs: int) -> tuple[Bar, dict[str, Any]]:
+    """A part fetched from another process's byte service, verified, beside plain TCP."""
+    size = mib * 2**20
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir="/dev/shm"))
+    peer = subprocess.Popen(
+        [sys.executable, str(ROOT / "bench/toy_peer.py"), str(folder / "theirs"), str(size)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert peer.stdout is not None
+    assert peer.stdin is not None
+    address, port = peer.stdout.readline().split()
+    slot = Slot.create(folder / "ours", size)
+    ctypes.memset(slot.address, 0, size)  # The memory of an agent is faulted in before its use.
+    get = PartGet("/bench", VERSION, rank_part(0))
+    client = PeerClient(address, TOKEN, None)
+    ours, plain = [], []
+    try:
+        for _ in range(runs):
+            slot.begin(VERSION)
+            began = time.perf_counter()
+            client.fetch(get, client.look(get, 60.0), slot, 120.0)
+            ours.append(size / (time.perf_counter() - began))
+            plain.append(plain_tcp_bytes_per_s(int(port), slot.data[:size]))
+    finally:
+        peer.stdin.close()
+        peer.wait(10)
+        slot.close()
+        shutil.rmtree(folder)
+    rows = [("Holdfast, digests checked", *_cell(one / 1e9 for one in ours))]
+    rows.append(("plain TCP, one connection", *_cell(one / 1e9 for one in plain)))
+    print_table(f"A part of {mib} MiB from a peer", ("GB/s", "median (least-most)", "runs"), rows)
+    share = statistics.median(one / other for one, other in zip(ours, plain, strict=True))
+    bar = Bar("peer fetch / plain loopback TCP", share, 0.6, at_least=True)
+    return bar, {"holdfast": ours, "tcp": plain}
+
+
+def plain_tcp_bytes_per_s(port: int, target: memoryview) -> float:
+    """From another process into memory that is faulted in."""
+    received, began = 0, time.perf_counter()
+    with target, socket.create_connection(("127.0.0.1", port)) as peer:
+        while received < len(target):
+            count = peer.recv_into(target[received : received + 4 * 2**20])
+            if count == 0:
+                raise ConnectionError("the sender hung up")
+            received += count
+    return received / (time.perf_counter() - began)
+
+
+def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str, str]]:
+    blocking, overlap = figures["blocking"], figures["overlap"]
+    added = [with_s - plain_s for _, plain_s, with_s, _ in overlap]
+    raw_s = statistics.median(pair[1] for pair in blocking)
+    persist = [100 * speed / limit for speed, limit, _ in figures["persist"]]
+    return [
+        ("first save, blocking s", *_cell(one[0] for one in figures["first"])),
+        ("later saves, blocking s", *_cell(pair[0] for pair in blocking)),
+        ("raw memcpy of the same bytes, s", *_cell(pair[1] for pair in blocking)),
+        ("overlap: the call, s", *_cell(entry[0] for entry in overlap)),
+        ("overlap: added to a training step, s", *_cell(added)),
+        ("overlap: added, % of raw memcpy", *_cell(100 * one / raw_s for one in added)),
+        ("persist, % of O_DIRECT on the same disk", *_cell(persist)),
+        ("persist, GB/s", *_cell(one[0] / 1e9 for one in figures["persist"])),
+        ("restore in a restarted worker, s", *_cell(one[0] for one in figures["restore"])),
+        ("raw memcpy back, s", *_cell(one[1] for one in figures["restore"])),
+        ("agent while idle, % of a core", *_cell(100 * one[0] for one in figures["idle"])),
+    ]
+
+
+def _cell(values: Iterable[float]) -> tuple[str, str]:
+    spread = Spread.of(values)
+    return (str(spread), str(spread.count)) if spread is not None else ("-", "0")
+
+
+def bars_of(size: str, figures: dict[str, list[list[float]]]) -> list[Bar]:
+    blocking, overlap = figures["blocking"], figures["overlap"]
+    raw_s = statistics.median(pair[1] for pair in blocking)
+    later_s = statistics.median(pair[0] for pair in blocking)
+    call_s = statistics.median(entry[0] for entry in overlap)
+    added_s = statistics.median(with_s - plain_s for _, plain_s, with_s, _ in overlap)
+    persist = statistics.median(speed / limit for speed, limit, _ in figures["persist"])
+    return [
+        Bar(f"{size}: blocking / raw memcpy", ratio(blocking), 1.1, at_least=False),
+        Bar(f"{size}: first save / later", figures["first"][0][0] / later_s, 1.25, at_least=False),
+        Bar(f"{size}: overlap call, ms", 1e3 * call_s, 20, at_least=False),
+        Bar(f"{size}: overlap, added / raw memcpy", added_s / raw_s, 0.1, at_least=False),
+        Bar(f"{size}: persist / O_DIRECT", persist, 0.85, at_least=True),
+        Bar(f"{size}: restore / memcpy", ratio(figures["restore"]), 1.2, at_least=False),
+        Bar(f"{size}: agent idle, % of a core", 100 * figures["idle"][0][0], 1, at_least=False),
+    ]
+
+
+def measure_size(size: str, args: argparse.Namespace) -> tuple[list[Bar], dict[str, Any]]:
+    """Everything for one size of state."""
+    peers = list(PEERS) + ([PRIOR_ART] if args.prior_art else [])
+    found = {name: run_peer(name, size, args) for name in peers}
+    figures = run_holdfast(size, args)
+    rows: list[tuple[str, ...]] = []
+    for name, saves in found.items():
+        if saves is None:
+            rows.append((name, "failed", "-", "-", "-"))
+            continue
+        blocked, total = saves["blocked"], saves["total"]
+        later = statistics.median(b / r for b, r in zip(blocked[1:], saves["raw"][1:], strict=True))
+        first = f"{blocked[0]:.3g}"
+        rows.append(
+            (name, first, str(Spread.of(blocked[1:])), f"{later:.2f}", str(Spread.of(total[1:])))
+        )
+    blocking = figures["blocking"]
+    saved = [1 / one[0] * one[3] for one in figures["persist"]]
+    rows.append(
+        (
+            "Holdfast",
+            f"{figures['first'][0][0]:.3g}",
+            str(Spread.of(pair[0] for pair in blocking)),
+            f"{ratio(blocking):.2f}",
+            str(Spread.of(saved)),
+        )
+    )
+    columns = (
+        "saving " + size,
+        "first, blocking s",
+        "later, blocking s",
+        "/ raw memcpy",
+        "on disk, synced, s",
+    )
+    print_table(f"Saves of {size}", columns, rows)
+    print_table(
+        f"Holdfast, {size}", ("figure", "median (least-most)", "runs"), holdfast_rows(figures)
+    )
+    return bars_of(size, figures), {"peers": found, "holdfast": figures}
+
+
+def main() -> int:
+    parser = standard_parser(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--dir", type=Path, default=ROOT / "bench/results", help="on this disk")
+    parser.add_argument("--sizes", nargs="+", default=["2g", "4g"], choices=["tiny", "2g", "4g"])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--prior-art", metavar="PYTHON", help="a Python that has dlrover")
+    args = parser.parse_args()
+    args.warm_s, args.idle_s = 20.0, 10.0
+    if args.quick:
+        args.sizes, args.runs, args.warm_s, args.idle_s = ["tiny"], 2, 3.0, 2.0
+    args.dir.mkdir(exist_ok=True)
+    machine = describe_machine()
+    print_machine(machine)
+    bars: list[Bar] = []
+    document: dict[str, Any] = {"machine": machine, "sizes": {}}
+    for size in args.sizes:
+        new_bars, document["sizes"][size] = measure_size(size, args)
+        bars += new_bars
+    bar, document["peer"] = measure_peer(256 if args.quick else 1024, args.runs)
+    bars.append(bar)
+    return finish(bars, document, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that measures Holdfast's checkpoints from inside a real job; JSON lines to a file.
+
+Its first life saves in every way, then kills itself with SIGKILL; the second one measures what a
+restarted worker waits for. Every figure has the raw copy of the same bytes, measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from holdfast.torch import MEMORY, STORAGE, Checkpointer, Tier
+from toy_gpt import RawCopy, build, tensors_of, train_step
+
+
+class Report:
+    """Appends what was measured; a killed life's lines stay."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, name: str, *values: float) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"name": name, "values": values}) + "\n")
+
+
+def timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+class Life:
+    """One life of the worker."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._report = Report(options.report)
+        self._model, self._optimizer = build(options.size)
+        self._raw = RawCopy(tensors_of(self._model, self._optimizer))
+        self._checkpointer = Checkpointer(options.dir, slots=3)
+        self._step = 0
+
+    def first(self) -> None:
+        """Save to memory, with overlap, to storage; then die."""
+        assert self._load() is None
+        self._warm_up()
+        self._report.add("first", self._save(MEMORY))
+        for _ in range(self._options.runs):
+            self._report.add("blocking", self._save(MEMORY), self._raw.save())
+        self._overlap()
+        self._idle()
+        for _ in range(self._options.runs):
+            self._persist()
+        self._save(MEMORY)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def second(self) -> None:
+        """Load from memory into tensors that exist, as a restarted worker does."""
+        began = time.perf_counter()
+        step = self._load()
+        took_s = time.perf_counter() - began
+        assert step is not None
+        self._report.add("restore", took_s, self._raw.load())
+        for _ in range(self._options.runs - 1):
+            self._report.add("restore again", timed(self._load), self._raw.load())
+        self._checkpointer.close()
+
+    def _load(self) -> int | None:
+        return self._checkpointer.load(model=self._model, optimizer=self._optimizer)
+
+    def _save(self, tier: Tier, *, overlap: bool = False) -> float:
+        self._step += 1
+        return timed(
+            lambda: self._checkpointer.save(
+                self._step,
+                model=self._model,
+                optimizer=self._optimizer,
+                to=tier,
+                overlap=overlap,
+            )
+        )
+
+    def _warm_up(self) -> None:
+        """Train while the memory is made ready: a job's first step comes before its first save."""
+        began = time.perf_counter()
+        while time.perf_counter() - began < self._options.warm_s:
+            train_step(self._model, self._optimizer)
+
+    def _overlap(self) -> None:
+        """Steps of one thread with and without a save, in turns."""
+        for _ in range(2 * self._options.runs + 2):
+            plain_s = timed(lambda: train_step(self._model, self._optimizer))
+            call_s = self._save(MEMORY, overlap=True)
+            with_save_s = timed(lambda: train_step(self._model, self._optimizer))
+            self._report.add("overlap", call_s, plain_s, with_save_s, self._raw.save())
+
+    def _idle(self) -> None:
+        """The agent's CPU time over some quiet seconds."""
+        agent = os.getppid()
+        before = _cpu_s(agent)
+        time.sleep(self._options.idle_s)
+        self._report.add("idle", (_cpu_s(agent) - before) / self._options.idle_s)
+
+    def _persist(self) -> None:
+        """Storage, until committed and synced, beside fio and dd with O_DIRECT on the same disk."""
+        blocked_s = self._save(STORAGE)
+        committed_s = timed(lambda: self._checkpointer.wait())
+        size = self._raw.bytes
+        direct = max(
+            _dd_bytes_per_s(self._options.dir, size), _fio_bytes_per_s(self._options.dir, size)
+        )
+        self._report.add("persist", size / (blocked_s + committed_s), direct, blocked_s, size)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _dd_bytes_per_s(folder: Path, size: int) -> float:
+    source, target = Path("/dev/shm/holdfast-bench-dd"), folder / "dd.tmp"
+    count = size // 2**24
+    try:
+        if not source.exists():
+            source.write_bytes(os.urandom(2**24) * 4)
+        command = f"for i in $(seq {count // 4}); do cat {source}; done | dd of={target} bs=16M"
+        command += " iflag=fullblock oflag=direct conv=fsync status=none"
+        took_s = timed(lambda: subprocess.run(["bash", "-c", command], check=True))
+    finally:
+        source.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+    return count // 4 * 4 * 2**24 / took_s
+
+
+def _fio_bytes_per_s(folder: Path, size: int) -> float:
+    """0 when fio is not installed."""
+    target = folder / "fio.tmp"
+    command = [
+        "fio", "--name=w", f"--filename={target}", "--rw=write", "--bs=16M", "--direct=1",
+        f"--size={size // 2**24 * 2**24}", "--ioengine=libaio", "--iodepth=4", "--end_fsync=1",
+        "--output-format=json", "--buffer_compress_percentage=0", "--refill_buffers=0",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=300)
+    except FileNotFoundError:
+        return 0.0
+    finally:
+        target.unlink(missing_ok=True)
+    return float(json.loads(done.stdout)["jobs"][0]["write"]["bw_bytes"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", required=True)
+    parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--warm-s", type=float, required=True)
+    parser.add_argument("--idle-s", type=float, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    life = Life(options)
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0:
+        life.first()
+    else:
+        life.second()
+
+
+if __name__ == "__main__":
+    main()
