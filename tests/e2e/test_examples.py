@@ -68,8 +68,9 @@ def test_a_killed_run_resumes_in_a_smaller_world_with_the_same_losses(tmp_path: 
     expected = {line["step"]: line["loss"] for line in metrics(whole)}
     resumed = [line for line in metrics(broken) if line["world"] == 1]
     saved = lost - lost % SAVE_EVERY
-    # The kill may come between a step and its checkpoint.
-    assert resumed[0]["step"] in (saved + 1, saved + 1 - SAVE_EVERY)
+    # The saver outlives the ranks and brings the last step in memory to storage; the new run may
+    # come before that, and the kill between a step and its checkpoint.
+    assert saved + 1 - SAVE_EVERY <= resumed[0]["step"] <= lost + 1
     assert resumed[-1]["step"] == STEPS
     for line in metrics(broken):
         assert line["loss"] == pytest.approx(expected[line["step"]], abs=0.01), line

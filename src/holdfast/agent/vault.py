@@ -36,6 +36,7 @@ from holdfast.runtime.transport import Link
 WAITING_SAID_S = 10.0
 """How often the user is told what an ending node waits for."""
 
+WAIT_S_MAX = 14 * 24 * 3600.0
 SETTLE_S = 600.0
 """How long a node that is done waits for what is on its way to storage."""
 
@@ -162,6 +163,8 @@ class Vault:
         return keeper
 
     async def _settled(self, keeper: SeriesKeeper, timeout_s: float) -> c.PersistState:
+        if not 0 <= timeout_s <= WAIT_S_MAX:  # Also false for what is no number.
+            raise RejectedError(f"nothing can be waited for {timeout_s:g} s")
         try:
             async with asyncio.timeout(timeout_s):
                 return await keeper.persister.all_settled()

@@ -73,6 +73,7 @@ class Opener:
         ready = self._ready.get(key)
         if ready is None:
             arrival = asyncio.create_task(self._make_ready(series, version, sources))
+            arrival.add_done_callback(_note_failure)
             ready = self._ready[key] = _Ready(arrival, source.kind)
         ready.readers.add(local_rank)
         try:
@@ -149,6 +150,12 @@ class Opener:
         if not keep and ready.kind != "memory":
             # Fetched only to be read once, by ranks that now own other parts.
             self._memory.drop_if_free(path)
+
+
+def _note_failure(arrival: asyncio.Task[Path]) -> None:
+    """Whoever waited may be gone: then nobody else asks how it went."""
+    if not arrival.cancelled():
+        arrival.exception()
 
 
 def _what_comes(sources: Sequence[c.Source]) -> str:
