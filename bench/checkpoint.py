@@ -151,7 +151,7 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
     blocking, overlap = figures["blocking"], figures["overlap"]
     added = [with_s - plain_s for _, plain_s, with_s, _ in overlap]
     raw_s = statistics.median(pair[1] for pair in blocking)
-    persist = [100 * speed / limit for speed, limit, _ in figures["persist"]]
+    persist = [100 * speed / limit for speed, limit, *_ in figures["persist"]]
     return [
         ("first save, blocking s", *_cell(one[0] for one in figures["first"])),
         ("later saves, blocking s", *_cell(pair[0] for pair in blocking)),
@@ -178,7 +178,7 @@ def bars_of(size: str, figures: dict[str, list[list[float]]]) -> list[Bar]:
     later_s = statistics.median(pair[0] for pair in blocking)
     call_s = statistics.median(entry[0] for entry in overlap)
     added_s = statistics.median(with_s - plain_s for _, plain_s, with_s, _ in overlap)
-    persist = statistics.median(speed / limit for speed, limit, _ in figures["persist"])
+    persist = statistics.median(speed / limit for speed, limit, *_ in figures["persist"])
     return [
         Bar(f"{size}: blocking / raw memcpy", ratio(blocking), 1.1, at_least=False),
         Bar(f"{size}: first save / later", figures["first"][0][0] / later_s, 1.25, at_least=False),
@@ -207,7 +207,7 @@ def measure_size(size: str, args: argparse.Namespace) -> tuple[list[Bar], dict[s
             (name, first, str(Spread.of(blocked[1:])), f"{later:.2f}", str(Spread.of(total[1:])))
         )
     blocking = figures["blocking"]
-    saved = [1 / one[0] * one[3] for one in figures["persist"]]
+    saved = [one[2] + one[3] / one[0] for one in figures["persist"]]
     rows.append(
         (
             "Holdfast",

@@ -274,31 +274,36 @@ def test_damaged_digests_are_no_digests(path: Path) -> None:
         assert read_sidecar(path) is None
 
 
-# ---- what a worker has mapped -----------------------------------------------
+# ---- what an agent keeps mapped ----------------------------------------------
 
 
-def test_a_worker_maps_a_slot_once_and_forgets_it_when_it_is_removed(path: Path) -> None:
-    Slot.create(path, 100_000).close()
+def test_a_slot_stays_mapped_between_readings_and_is_forgotten_when_it_is_removed(
+    path: Path,
+) -> None:
+    with Slot.create(path, 100_000) as slot:
+        meta = write(slot)
     maps = SlotMaps()
-    maps.warm([path, path.with_name("was-replaced.1")])
-    first = maps.get(path)
-    assert maps.wait_warm(timeout_s=10)
-    write(first)
-    assert maps.get(path) is first
+    with maps.reading(path) as first:
+        assert first.read() == meta
+        assert content(first) == FILES
+    with maps.reading(path) as again, maps.reading(path) as beside:
+        assert again is first
+        assert beside is not first
+        assert content(beside) == FILES
     path.unlink()
-    with pytest.raises(StateError, match="is gone"):
-        maps.get(path)
+    with pytest.raises(StateError, match="is gone"), maps.reading(path):
+        pass
     with pytest.raises(ValueError, match="released"):
         len(first.data)
     maps.close()
 
 
-def test_warming_changes_nothing(path: Path) -> None:
+def test_what_is_read_while_the_maps_are_closed_is_unmapped_afterwards(path: Path) -> None:
     with Slot.create(path, 100_000) as slot:
-        meta = write(slot)
+        write(slot)
     maps = SlotMaps()
-    maps.warm([path])
-    assert maps.wait_warm(timeout_s=10)
-    assert maps.get(path).read() == meta
-    assert content(maps.get(path)) == FILES
-    maps.close()
+    with maps.reading(path) as read:
+        maps.close()
+        assert content(read) == FILES
+    with pytest.raises(ValueError, match="released"):
+        len(read.data)

@@ -24,7 +24,6 @@ from holdfast.checkpoint.replicas import (
     parity_deliveries,
     replica_deliveries,
 )
-from holdfast.checkpoint.slots import Slot
 from holdfast.core.node.saver import SavedStep
 from holdfast.model.checkpoint import NONE, SHARED, Series, Version
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
@@ -194,7 +193,7 @@ class Copies:
 
     def _send(self, transfer: Transfer, path: Path, round: int) -> None:
         directory, client = self.series.directory, self._means.peer(transfer.peer.address)
-        with Slot.open(path, writable=False) as slot:
+        with self._means.maps.reading(path) as slot:
             meta = slot.read()
             if meta is None or meta.version != transfer.version:
                 raise RejectedError(f"{transfer.part} of step {transfer.version.step} is gone")

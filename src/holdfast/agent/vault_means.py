@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from holdfast.agent.relay import Upstream
 from holdfast.checkpoint.arena import Arena
+from holdfast.checkpoint.maps import SlotMaps
 from holdfast.checkpoint.memory import low_priority
 from holdfast.checkpoint.peers import PeerClient
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
@@ -48,6 +49,8 @@ class Means:
         """Who this node is to the master; -1 until it has said so."""
         self.group_rank = 0
         """The place of this node among those of the present round."""
+        self.maps = SlotMaps()
+        """For whoever reads slots, in any thread."""
         self._make_arena = make_arena
         self._arena: Arena | None = None
         self._upstream = upstream
@@ -135,5 +138,6 @@ class Means:
             await asyncio.wait(self._errands)
         for pool in (self._urgent, self._quiet):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.maps.close()
         if self._arena is not None:
             self._arena.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 from holdfast.agent.vault_means import Means
 from holdfast.checkpoint.arena import Busy, Held, PartKey, Pin
 from holdfast.checkpoint.digests import Sidecar, digest_of, read_sidecar, write_sidecar
+from holdfast.checkpoint.maps import SlotMaps
 from holdfast.checkpoint.slots import Slot, SlotMeta
 from holdfast.model.checkpoint import Holding, Version
 from holdfast.model.errors import RejectedError, StateError
@@ -144,7 +145,7 @@ class Memory:
                 # Newest first: an older slot may be overwritten before its turn comes.
                 path = max(self._undigested, key=lambda path: self._undigested[path])
                 version = self._undigested.pop(path)
-                sidecar = await self._means.quietly(_digest_slot, path, version)
+                sidecar = await self._means.quietly(_digest_slot, self._means.maps, path, version)
                 if sidecar is not None:
                     self._sidecars[path] = sidecar
                     self._verified[path] = version
@@ -158,7 +159,7 @@ class Memory:
     async def verify(self, path: Path, version: Version, expected: int = -1) -> str:
         """Compare a slot with the digests that are known; what is wrong, or nothing."""
         if self._verified.get(path) != version:
-            problem = await self._means.urgently(_compare_slot, path, version)
+            problem = await self._means.urgently(_compare_slot, self._means.maps, path, version)
             if problem:
                 return problem
             self._verified[path] = version
@@ -183,18 +184,17 @@ class Memory:
         self.room_may_be_free()
 
 
-def _digest_slot(path: Path, version: Version) -> Sidecar | None:
+def _digest_slot(maps: SlotMaps, path: Path, version: Version) -> Sidecar | None:
     """Compute and keep the digests of a slot; None if it holds something else by now."""
     try:
-        slot = Slot.open(path, writable=False)
+        with maps.reading(path) as slot:
+            meta = slot.read()
+            if meta is None or meta.version != version:
+                return None
+            sidecar = digest_of_slot(path, slot, meta)
+            return sidecar if slot.version == version else None
     except StateError:
         return None  # It was replaced by a larger one.
-    with slot:
-        meta = slot.read()
-        if meta is None or meta.version != version:
-            return None
-        sidecar = digest_of_slot(path, slot, meta)
-        return sidecar if slot.version == version else None
 
 
 def digest_of_slot(path: Path, slot: Slot, meta: SlotMeta) -> Sidecar:
@@ -216,9 +216,9 @@ def _data_digest(slot: Slot, meta: SlotMeta) -> int:
         return digest_of(data)
 
 
-def _compare_slot(path: Path, version: Version) -> str:
+def _compare_slot(maps: SlotMaps, path: Path, version: Version) -> str:
     """What is wrong with a slot; nothing if it is as its digest says, or if it has none yet."""
-    with Slot.open(path, writable=False) as slot:
+    with maps.reading(path) as slot:
         meta = slot.read()
         if meta is None or meta.version != version:
             return "its memory slot is not sealed any more"

@@ -72,7 +72,7 @@ class Depot:
         storage, series = await self._open(), self.series
 
         def write(path: Path) -> tuple[FileEntry, ...]:
-            with Slot.open(path, writable=False) as slot:
+            with self._means.maps.reading(path) as slot:
                 return write_part(storage, series, attempt, slot, stop=self._stop)
 
         written = [await self._means.quietly(write, path) for path in paths.values()]

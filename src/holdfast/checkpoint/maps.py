@@ -1,77 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slots that a worker has mapped.
+"""The slots that an agent reads, kept mapped.
 
-Even when the agent has faulted a slot in, each process has to build its own page tables, and for
-large states that takes longer than the copy. So a slot is mapped once and stays mapped, and its
-pages are mapped in the background, before the first save, when the paths are known early enough.
+To build the page tables of a new mapping takes longer than to read what it shows. An agent reads
+the same few slots at every step, so it maps each of them once.
 """
 
-import contextlib
 import threading
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.checkpoint.memory import fault_in
 from holdfast.checkpoint.slots import Slot
-from holdfast.model.errors import StateError
 
 
 class SlotMaps:
-    """Mapped slots by path; paths are never used twice. For one thread, save for the warming."""
+    """Slots mapped for reading, lent to one reader at a time. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._slots: dict[Path, Slot] = {}
-        self._warming: dict[Path, tuple[Future[bool], threading.Event]] = {}
-        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._idle: dict[Path, Slot] = {}
+        self._is_closed = False
 
-    def get(self, path: str | Path) -> Slot:
-        """The slot, mapped for writing. It stays mapped until its file is gone, or `close`."""
+    @contextmanager
+    def reading(self, path: Path) -> Iterator[Slot]:
+        """The slot at this path; StateError if it is gone. Views of it end with the reading."""
         self._forget_removed()
-        place = Path(path)
-        if place not in self._slots:
-            self._slots[place] = Slot.open(place, writable=True)
-        return self._slots[place]
-
-    def warm(self, paths: Iterable[str | Path]) -> None:
-        """Map these slots and build their page tables in the background."""
-        for path in map(Path, paths):
-            # The agent may have replaced it since it told us of it.
-            with contextlib.suppress(StateError):
-                slot = self.get(path)
-                if path not in self._warming:
-                    self._warming[path] = self._warm_later(slot)
-
-    def wait_warm(self, timeout_s: float) -> bool:
-        """Whether everything that was to be warmed is."""
-        futures = [future for future, _ in self._warming.values()]
-        return not wait_for_futures(futures, timeout_s).not_done
-
-    def close(self) -> None:
-        """Unmap everything. StateError when views of a slot are still in use."""
-        for path in list(self._slots):
-            self._forget(path)
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-
-    def _warm_later(self, slot: Slot) -> tuple["Future[bool]", threading.Event]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "memory-map")
-        stop = threading.Event()
-        length = len(slot.data)
-        return self._pool.submit(fault_in, slot.address, length, stop.is_set), stop
+        with self._lock:
+            slot = self._idle.pop(path, None)
+        if slot is None:
+            slot = Slot.open(path, writable=False)
+        try:
+            yield slot
+        finally:
+            slot.release_views()
+            with self._lock:
+                is_kept = not self._is_closed and path not in self._idle
+                if is_kept:
+                    self._idle[path] = slot
+            if not is_kept:
+                slot.close()
 
     def _forget_removed(self) -> None:
-        for path in list(self._slots):
-            if not path.exists():
-                self._forget(path)
+        """Unmap what has no name any more: its memory is not free before that."""
+        with self._lock:
+            gone = [self._idle.pop(path) for path in list(self._idle) if not path.exists()]
+        for slot in gone:
+            slot.close()
 
-    def _forget(self, path: Path) -> None:
-        if path in self._warming:
-            future, stop = self._warming.pop(path)
-            stop.set()
-            # Unmapping under it would make it fault in whatever comes to stand there.
-            wait_for_futures([future])
-        self._slots.pop(path).close()
+    def close(self) -> None:
+        """Unmap everything; what is being read now, when that is over."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, {}
+        for slot in idle.values():
+            slot.close()

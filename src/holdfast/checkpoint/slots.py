@@ -298,15 +298,28 @@ class Slot:
 
     def close(self) -> None:
         """Unmap. StateError when somebody still holds a view: its memory would vanish under it."""
+        self.release_views()
         try:
-            for view in (*self._handed_out, self.data, self._whole):
-                view.release()
+            self.data.release()
+            self._whole.release()
             self._map.close()
         except BufferError:
-            raise StateError(
-                f"the memory slot {self.path} cannot be unmapped: something made from its views, "
-                f"a slice or a tensor, is still alive"
-            ) from None
+            raise self._still_in_use() from None
+
+    def release_views(self) -> None:
+        """End what `file` and `image` gave. StateError when something was made from it."""
+        try:
+            for view in self._handed_out:
+                view.release()
+        except BufferError:
+            raise self._still_in_use() from None
+        self._handed_out.clear()
+
+    def _still_in_use(self) -> StateError:
+        return StateError(
+            f"the memory slot {self.path} cannot be unmapped: something made from its views, "
+            f"a slice or a tensor, is still alive"
+        )
 
     def _header(self) -> _Header | None:
         return _Header.unpack(bytes(self._whole[:_HEADER_BYTES]))
