@@ -76,7 +76,7 @@ def train_step(model: Gpt, optimizer: torch.optim.Adam, tokens: int = 32) -> Non
     text = torch.randint(model.tokens.num_embeddings, (1, tokens + 1))
     predicted = model(text[:, :-1])
     loss = functional.cross_entropy(predicted.flatten(0, 1), text[:, 1:].flatten())
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)  # New memory at every step would drown the difference.
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.checkpoint.slots import Slot, SlotMeta
+from holdfast.checkpoint.slots import HEADER, Slot, SlotMeta
 from holdfast.client.vault import VaultClient
 from holdfast.model.checkpoint import NONE, Shape, Version
 from holdfast.model.errors import RejectedError, StateError
@@ -38,6 +38,10 @@ class OpenPart:
     def file(self, name: str) -> memoryview:
         """The bytes of a file, read only; nothing may refer to them after the load."""
         return self.slot.file(name)
+
+    def offset(self, name: str) -> int:
+        """Where the bytes of a file begin in the file of the slot."""
+        return next(HEADER + file.offset for file in self.meta.files if file.name == name)
 
 
 class Parts:

@@ -66,6 +66,11 @@ def main() -> None:
         # Gathered, not reduced: the order of a sum over ranks is up to gloo.
         losses = [torch.zeros(()) for _ in range(WORLD)]
         dist.all_gather(losses, loss.detach())
+        # Before the save: what is saved is not done again, and must be in the curve.
+        if RANK == 0:
+            line = f"{step} {ROUND} {WORLD} {sum(one.item() for one in losses).hex()}\n"
+            with (FOLDER / "losses").open("a") as file:
+                file.write(line)
         checkpointer.save(
             step,
             model=model,
@@ -75,10 +80,6 @@ def main() -> None:
         )
         report_step(step)
         note("step", step)
-        if RANK == 0:
-            line = f"{step} {ROUND} {WORLD} {sum(one.item() for one in losses).hex()}\n"
-            with (FOLDER / "losses").open("a") as file:
-                file.write(line)
     assert checkpointer.wait(60.0) == last
     checkpointer.close()
     dist.destroy_process_group()
