@@ -30,6 +30,8 @@ class Run:
 
     name: str
     folder: Path
+    memory: Path
+    """Where the run's jobs keep their checkpoints in memory."""
     shared_memory_before: frozenset[Path]
     leftovers: list[str] = field(default_factory=list)
     has_failures: bool = False
@@ -48,9 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
     run = Run(
         name=f"{os.getpid()}-{secrets.token_hex(8)}",
         folder=folder,
+        memory=Path(tempfile.mkdtemp(prefix="hf-memory-", dir="/dev/shm")),
         shared_memory_before=frozenset(SHARED_MEMORY.glob("holdfast*")),
     )
     os.environ[RUN_VARIABLE] = run.name
+    # What jobs that were killed as a whole leave in memory goes with the run.
+    os.environ["HOLDFAST_MEMORY_DIR"] = str(run.memory)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     if config.option.basetemp is None:
         config.option.basetemp = str(folder / "t")
@@ -90,7 +95,10 @@ def pytest_terminal_summary(
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the run's folder, unless a failed test's files may be wanted to find out why."""
     run = config.stash.get(RUN_KEY, None)
-    if run is not None and not run.has_failures:
+    if run is None:
+        return
+    shutil.rmtree(run.memory, ignore_errors=True)
+    if not run.has_failures:
         shutil.rmtree(run.folder, ignore_errors=True)
 
 

@@ -119,9 +119,7 @@ def test_everything_killed_and_started_again_from_storage(
     for process in jobs.living():
         process.kill()
     job.wait()
-    for root in Path("/dev/shm").glob(f"holdfast-{os.getuid()}/*"):
-        if jobs.folder.name in root.name:
-            shutil.rmtree(root)
+    # A new job: whatever the dead one left in memory is not its own.
     again = start(jobs)
     again.succeeds()
     assert {event.step for event in jobs.events("loaded")} == {-1, 30}
