@@ -2,6 +2,7 @@
 """The Checkpointer of a plain program, with the saver process that it starts for itself."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from holdfast.torch import (
     KeepEvery,
     KeepLast,
 )
+from tests.waiting import until
 
 WAIT_S = 60.0
 
@@ -326,3 +328,15 @@ def test_files_of_another_format_are_kept_as_they_are(checkpointer: Checkpointer
     with pytest.raises(UsageError, match="a framework's own format"):
         checkpointer.load({"w": torch.ones(1)})
     assert made == [1]
+
+
+def test_what_a_dead_attempt_left_on_storage_goes_with_the_next_commit(tmp_path: Path) -> None:
+    left = tmp_path / ".holdfast" / "0000-1-1"
+    left.mkdir(parents=True)
+    two_days_ago = left.stat().st_mtime - 2 * 24 * 3600
+    os.utime(left, (two_days_ago, two_days_ago))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(extra={})
+        checkpointer.save(1, extra={"a": 1}, to=STORAGE)
+        assert checkpointer.wait(WAIT_S) == 1
+        until(lambda: not left.exists(), WAIT_S, what="the end of the leftovers")

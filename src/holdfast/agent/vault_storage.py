@@ -9,7 +9,7 @@ from holdfast.agent.vault_means import Means
 from holdfast.checkpoint.commit import commit
 from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
 from holdfast.checkpoint.persist import load_part, part_length, write_part
-from holdfast.checkpoint.places import abandon
+from holdfast.checkpoint.places import abandon, clean_leftovers
 from holdfast.checkpoint.retention import apply_retention, remove_steps
 from holdfast.checkpoint.slots import Slot
 from holdfast.checkpoint.storage import open_storage
@@ -81,7 +81,8 @@ class Depot:
     async def commit(self, order: c.CommitOrder) -> None:
         """Make a checkpoint of what all nodes have written for the attempt."""
         storage = await self._open()
-        for note in await self._means.urgently(commit, storage, self.series, order):
+        notes = await self._means.urgently(commit, storage, self.series, order, stop=self._stop)
+        for note in notes:
             self._means.say(note)
 
     async def give_up(self, attempt: str) -> None:
@@ -90,8 +91,11 @@ class Depot:
         await self._means.quietly(abandon, storage, attempt)
 
     async def apply_retention(self) -> None:
-        """Remove what the rules of the series do not keep."""
-        await self._means.quietly(apply_retention, await self._open(), self.series)
+        """Remove what the rules of the series do not keep, and what dead attempts left."""
+        storage = await self._open()
+        await self._means.quietly(apply_retention, storage, self.series)
+        # No attempt lives for as long as what is removed here has not been touched.
+        await self._means.quietly(clean_leftovers, storage, ())
 
     async def remove(self, steps: tuple[int, ...]) -> None:
         """Remove committed steps, but never the newest."""
