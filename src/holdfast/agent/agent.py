@@ -16,7 +16,7 @@ from holdfast.agent.processes import Processes, WorkerExit
 from holdfast.agent.pulse import Pulse
 from holdfast.agent.relay import Relay
 from holdfast.agent.stream import MasterStream
-from holdfast.agent.vault import Vault
+from holdfast.agent.vault.vault import Vault
 from holdfast.agent.warmth import Warmth
 from holdfast.core.kernel import Command, Event, Tick
 from holdfast.core.node import events as ev

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.agent.vault import Vault
+from holdfast.agent.vault.vault import Vault
 from holdfast.core.job import events as ev
 from holdfast.core.job.checkpoints import Checkpoints
 from holdfast.core.job.commands import Push, Reply

@@ -12,10 +12,10 @@ import secrets
 import ssl
 
 from holdfast.agent.relay import Upstream
-from holdfast.agent.vault_means import Means
-from holdfast.agent.vault_memory import Memory
-from holdfast.agent.vault_series import SeriesKeeper
-from holdfast.agent.vault_shelf import Shelf
+from holdfast.agent.vault.means import Means
+from holdfast.agent.vault.memory import Memory
+from holdfast.agent.vault.series import SeriesKeeper
+from holdfast.agent.vault.shelf import Shelf
 from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.peer_server import PeerServer
 from holdfast.checkpoint.peers import PeerClient

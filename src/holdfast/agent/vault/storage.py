@@ -5,7 +5,7 @@ import asyncio
 import threading
 from pathlib import Path
 
-from holdfast.agent.vault_means import Means
+from holdfast.agent.vault.means import Means
 from holdfast.checkpoint.commit import commit
 from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
 from holdfast.checkpoint.persist import load_part, part_length, write_part

@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.agent.vault_means import Means
-from holdfast.agent.vault_memory import Memory, digest_of_slot
-from holdfast.agent.vault_shelf import KEPT_FOR_OTHERS
+from holdfast.agent.vault.means import Means
+from holdfast.agent.vault.memory import Memory, digest_of_slot
+from holdfast.agent.vault.shelf import KEPT_FOR_OTHERS
 from holdfast.checkpoint.arena import PartKey, Pin
 from holdfast.checkpoint.peer_server import SlotReader
 from holdfast.checkpoint.replicas import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.agent.vault_memory import Memory, digest_of_slot
+from holdfast.agent.vault.memory import Memory, digest_of_slot
 from holdfast.checkpoint.arena import PartKey, Pin
 from holdfast.checkpoint.digests import Sidecar
 from holdfast.checkpoint.parity import BlockBuilder, Room, stripe_range

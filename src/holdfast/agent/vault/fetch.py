@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from holdfast.agent.vault_means import Means
-from holdfast.agent.vault_memory import Memory, digest_of_slot
-from holdfast.agent.vault_storage import Depot
+from holdfast.agent.vault.means import Means
+from holdfast.agent.vault.memory import Memory, digest_of_slot
+from holdfast.agent.vault.storage import Depot
 from holdfast.checkpoint.arena import PartKey
 from holdfast.checkpoint.digests import Sidecar
 from holdfast.checkpoint.parity import ImageReader, rebuild

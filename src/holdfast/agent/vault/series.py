@@ -4,13 +4,13 @@
 import asyncio
 from pathlib import Path
 
-from holdfast.agent.vault_copies import Copies
-from holdfast.agent.vault_fetch import Fetcher
-from holdfast.agent.vault_means import Means
-from holdfast.agent.vault_memory import Memory
-from holdfast.agent.vault_open import Opener
-from holdfast.agent.vault_persist import Persister
-from holdfast.agent.vault_storage import Depot
+from holdfast.agent.vault.copies import Copies
+from holdfast.agent.vault.fetch import Fetcher
+from holdfast.agent.vault.means import Means
+from holdfast.agent.vault.memory import Memory
+from holdfast.agent.vault.open import Opener
+from holdfast.agent.vault.persist import Persister
+from holdfast.agent.vault.storage import Depot
 from holdfast.checkpoint.arena import PartKey
 from holdfast.core.node.saver import RestoreMeeting, SavedSteps, Turn
 from holdfast.model.checkpoint import NONE, Series, Shape, Stored, Version

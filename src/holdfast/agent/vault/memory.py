@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.agent.vault_means import Means
+from holdfast.agent.vault.means import Means
 from holdfast.checkpoint.arena import Busy, Held, PartKey, Pin
 from holdfast.checkpoint.digests import Sidecar, digest_of, read_sidecar, write_sidecar
 from holdfast.checkpoint.maps import SlotMaps

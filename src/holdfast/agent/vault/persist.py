@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
 
-from holdfast.agent.vault_means import Means
-from holdfast.agent.vault_memory import Memory
-from holdfast.agent.vault_storage import Depot
+from holdfast.agent.vault.means import Means
+from holdfast.agent.vault.memory import Memory
+from holdfast.agent.vault.storage import Depot
 from holdfast.checkpoint.arena import Pin
 from holdfast.core.node.saver import SavedStep
 from holdfast.model.checkpoint import NONE, FileEntry, Shape, Version

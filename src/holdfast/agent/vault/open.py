@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.agent.vault_fetch import Fetcher
-from holdfast.agent.vault_means import Means
-from holdfast.agent.vault_memory import Memory
+from holdfast.agent.vault.fetch import Fetcher
+from holdfast.agent.vault.means import Means
+from holdfast.agent.vault.memory import Memory
 from holdfast.checkpoint.arena import Pin
 from holdfast.model.checkpoint import Series, Version
 from holdfast.model.errors import HoldfastError, RejectedError
