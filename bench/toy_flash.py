@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker that measures Holdfast's checkpoints from inside a real job; JSON lines to a file.
 
-Its first life saves in every way, then kills itself with SIGKILL; the second one measures what a
+Its first life saves in every way, then kills itself with SIGKILL; the others measure what a
 restarted worker waits for. Every figure has the raw copy of the same bytes, measured beside it.
 """
 
@@ -69,15 +69,16 @@ class Life:
         self._save(MEMORY)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def second(self) -> None:
+    def later(self, *, is_last: bool) -> None:
         """Load from memory into tensors that exist, as a restarted worker does."""
         began = time.perf_counter()
         step = self._load()
         took_s = time.perf_counter() - began
         assert step is not None
+        time.sleep(QUIET_S)
         self._report.add("restore", took_s, self._raw.load())
-        for _ in range(self._options.runs - 1):
-            self._report.add("restore again", timed(self._load), self._raw.load())
+        if not is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
         self._checkpointer.close()
 
     def _load(self) -> int | None:
@@ -102,12 +103,21 @@ class Life:
             train_step(self._model, self._optimizer)
 
     def _overlap(self) -> None:
-        """Steps of one thread with and without a save, in turns."""
-        for _ in range(2 * self._options.runs + 2):
-            plain_s = timed(lambda: train_step(self._model, self._optimizer))
+        """Steps of one thread: alone, beside a save, beside a bare copy; in turns."""
+
+        def step() -> float:
+            return timed(lambda: train_step(self._model, self._optimizer))
+
+        for _ in range(4 * self._options.runs):
+            time.sleep(QUIET_S)
+            plain_s = step()
             call_s = self._save(MEMORY, overlap=True)
-            with_save_s = timed(lambda: train_step(self._model, self._optimizer))
-            self._report.add("overlap", call_s, plain_s, with_save_s, self._raw.save())
+            with_save_s = step()
+            time.sleep(QUIET_S)
+            copy = self._raw.start_save()
+            with_copy_s = step()
+            copy.join()
+            self._report.add("overlap", call_s, plain_s, with_save_s, with_copy_s)
 
     def _idle(self) -> None:
         """The agent's CPU time over some quiet seconds."""
@@ -168,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", required=True)
     parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--restores", type=int, required=True)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--warm-s", type=float, required=True)
@@ -175,10 +186,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     life = Life(options)
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0:
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if restarts == 0:
         life.first()
     else:
-        life.second()
+        life.later(is_last=restarts == options.restores)
 
 
 if __name__ == "__main__":

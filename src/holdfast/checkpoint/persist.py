@@ -15,8 +15,8 @@ from holdfast.checkpoint.storage_port import Patience, Storage, persistently, re
 from holdfast.model.checkpoint import FileEntry, Series
 from holdfast.model.errors import RejectedError, StateError
 
-WRITERS = 2
-"""Threads that write one file: more do not make a disk faster, and each takes time from others."""
+WRITERS = 3
+"""Threads that write one file: two write while one computes a digest; more gain nothing."""
 
 READERS = 4
 """Training waits for a restore, so it takes what it can get."""
