@@ -8,10 +8,12 @@ CODE    := src tests $(wildcard bench) $(wildcard examples)
 TYPED   := src $(wildcard bench)
 BENCHES := $(filter-out bench/__init__.py bench/common.py bench/hollow.py bench/toy_%.py,$(wildcard bench/*.py))
 
+TEST_WORKERS ?= 3
 # How often `make soak` repeats the tests that start and kill real processes.
 SOAK_ROUNDS ?= 20
 # Random kills in one training, each round.
 SOAK_KILLS  ?= 100
+SOAK_SEEDS  ?= 5000
 SOAK_TESTS  := $(wildcard tests/integration) $(wildcard tests/e2e)
 
 .PHONY: help setup demo test lint format bench soak clean
@@ -35,9 +37,13 @@ demo: $(STAMP)
 	@$(BIN)/holdfast demo
 
 # The suite checks at its very end that no process, shared memory or folder is left (tests/conftest.py).
+# Compiled first, because it starts a thousand processes, which may be told not to write bytecode. More
+# workers than cores, because tests with real processes also wait; one test at a time for each, because
+# the longest come first.
 test: lint
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -n 2 --ignore=tests/tidy/test_tidy.py
+	@$(BIN)/python -m compileall -q src
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --maxschedchunk 1 --ignore=tests/tidy/test_tidy.py
 
 lint: $(STAMP)
 	@echo "==> ruff"
@@ -61,6 +67,7 @@ soak: $(STAMP)
 	@set -e; for round in $$(seq $(SOAK_ROUNDS)); do \
 		echo "==> soak round $$round of $(SOAK_ROUNDS)"; \
 		HOLDFAST_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \
+		HOLDFAST_SOAK_SEEDS=$(SOAK_SEEDS) $(BIN)/python -m pytest -q -x tests/core/test_shards_history.py; \
 	done
 
 clean:

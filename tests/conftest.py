@@ -23,6 +23,17 @@ SHARED_MEMORY = Path(os.environ.get("HOLDFAST_TEST_SHM", "/dev/shm"))
 DYING_S = 3.0
 """What was told to stop may take this long to be gone."""
 
+LONGEST_FIRST = (
+    "e2e/",
+    "integration/adapters/",
+    "integration/test_flash_",
+    "integration/test_sharded.py",
+    "integration/test_master_kills.py",
+    "integration/",
+    "tidy/test_leftovers.py",
+)
+"""What takes long begins early, so that at the end no worker of pytest-xdist waits for another."""
+
 
 @dataclass
 class Run:
@@ -60,6 +71,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.basetemp is None:
         config.option.basetemp = str(folder / "t")
     config.stash[RUN_KEY] = run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order of LONGEST_FIRST, and the files' own order within it."""
+
+    def place(item: pytest.Item) -> int:
+        file = str(item.path).rpartition("/tests/")[2]
+        starts = [number for number, start in enumerate(LONGEST_FIRST) if file.startswith(start)]
+        return starts[0] if starts else len(LONGEST_FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

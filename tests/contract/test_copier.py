@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import threading
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.checkpoint.copier import TURN_BYTES, Copier, Copy, Task, low_priority
-from holdfast.checkpoint.memory import address_of, fault_in, touch
+from holdfast.checkpoint.copier import TURN_BYTES, Copier, Copy, CopyJob, Task
+from holdfast.checkpoint.memory import address_of, fault_in, low_priority, touch
 from holdfast.model.errors import TimedOutError
 
 WAIT_S = 20.0
@@ -22,6 +22,19 @@ def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
     made = Copier(threads=request.param)
     yield made
     made.close()
+
+
+@pytest.fixture(params=[1, 3])
+def pool(request: pytest.FixtureRequest) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(request.param) as made:
+        yield made
+
+
+def begun(pool: ThreadPoolExecutor, tasks: Sequence[Task]) -> CopyJob:
+    """A job that other threads work on."""
+    job = CopyJob(tasks)
+    job.attach(pool, 3)
+    return job
 
 
 def copies(source: bytes, target: bytearray, lengths: list[int]) -> list[Task]:
@@ -56,12 +69,9 @@ def copies(source: bytes, target: bytearray, lengths: list[int]) -> list[Task]:
 def test_every_byte_is_copied_and_no_other(copier: Copier, lengths: list[int]) -> None:
     total = sum(lengths)
     source = os.urandom(total)
-    now, later = bytearray(total + 1), bytearray(total + 1)
-    copier.run(copies(source, now, lengths), WAIT_S)
-    job = copier.start(copies(source, later, lengths))
-    job.wait(WAIT_S)
-    assert job.done_before(len(lengths))
-    assert now == later == source + b"\0"
+    target = bytearray(total + 1)
+    copier.run(copies(source, target, lengths), WAIT_S)
+    assert target == source + b"\0"
 
 
 def test_what_copies_itself_is_called_once(copier: Copier) -> None:
@@ -73,38 +83,21 @@ def test_what_copies_itself_is_called_once(copier: Copier) -> None:
     assert target == source
 
 
-def test_the_first_can_be_waited_for_before_the_last_is_done(copier: Copier) -> None:
-    source, target = os.urandom(2000), bytearray(2000)
-    may_go_on = threading.Event()
-    first, last = copies(source, target, [1000, 1000])
-    job = copier.start([first, lambda: _blocked(may_go_on), last])
-    job.wait_before(1, WAIT_S)
-    assert target[:1000] == source[:1000]
-    assert job.done_before(0)
-    assert job.done_before(1)
-    assert not job.done_before(2)
-    may_go_on.set()
-    job.wait(WAIT_S)
-    assert target == source
-
-
 def test_who_waits_helps() -> None:
     """The optimizer step waits for the copies that are left: it does not wait for the one thread
     of the background to do them all."""
-    copier = Copier(threads=1)
     source, target = os.urandom(1000), bytearray(1000)
     may_go_on = threading.Event()
-    blocking = copier.start([lambda: _blocked(may_go_on)])
-    behind = copier.start(copies(source, target, [1000]))
-    behind.wait(WAIT_S)
-    assert target == source
-    assert not blocking.done_before(1)
-    may_go_on.set()
-    blocking.wait(WAIT_S)
-    copier.close()
+    with ThreadPoolExecutor(1) as pool:
+        blocking = begun(pool, [lambda: _blocked(may_go_on)])
+        begun(pool, copies(source, target, [1000])).wait(WAIT_S)
+        assert target == source
+        assert not may_go_on.is_set()
+        may_go_on.set()
+        blocking.wait(WAIT_S)
 
 
-def test_what_a_task_raises_reaches_who_waits(copier: Copier) -> None:
+def test_what_a_task_raises_reaches_who_waits(copier: Copier, pool: ThreadPoolExecutor) -> None:
     """The prior art's saver thread dies silently."""
 
     def fails() -> None:
@@ -112,14 +105,14 @@ def test_what_a_task_raises_reaches_who_waits(copier: Copier) -> None:
 
     with pytest.raises(OSError, match="no more pages"):
         copier.run([fails, *copies(b"", bytearray(), [0] * 100)], WAIT_S)
-    job = copier.start([lambda: None, fails])
+    job = begun(pool, [lambda: None, fails])
     with pytest.raises(OSError, match="no more pages"):
         job.wait(WAIT_S)
     job.stop(WAIT_S)
     copier.run([lambda: None], WAIT_S)  # The copier itself is as good as before.
 
 
-def test_a_wait_has_an_end(copier: Copier) -> None:
+def test_a_wait_has_an_end(pool: ThreadPoolExecutor) -> None:
     may_go_on = threading.Event()
     is_running = threading.Event()
 
@@ -127,7 +120,7 @@ def test_a_wait_has_an_end(copier: Copier) -> None:
         is_running.set()
         _blocked(may_go_on)
 
-    job = copier.start([blocks])
+    job = begun(pool, [blocks])
     assert is_running.wait(WAIT_S)
     with pytest.raises(TimedOutError, match=r"not done within 0.05 s: 0 of 1"):
         job.wait(0.05)
@@ -137,7 +130,7 @@ def test_a_wait_has_an_end(copier: Copier) -> None:
     job.stop(WAIT_S)
 
 
-def test_a_stopped_job_touches_no_memory_any_more(copier: Copier) -> None:
+def test_a_stopped_job_touches_no_memory_any_more() -> None:
     """Otherwise a slot that is unmapped would crash the worker, or another's memory change."""
     source, target = os.urandom(1000), bytearray(1000)
     may_go_on = threading.Event()
@@ -147,32 +140,16 @@ def test_a_stopped_job_touches_no_memory_any_more(copier: Copier) -> None:
         is_running.set()
         _blocked(may_go_on)
 
-    job = copier.start([blocks, *copies(source, target, [1000])])
-    assert is_running.wait(WAIT_S)
-    with pytest.raises(TimedOutError):
-        job.stop(0.01)
-    may_go_on.set()
-    job.stop(WAIT_S)
-    assert target == bytes(1000)
-    with pytest.raises(TimedOutError, match="was stopped"):
-        job.wait(WAIT_S)
-
-
-def test_sources_are_kept_until_all_is_copied_and_no_longer() -> None:
-    class Tensor:
-        pass
-
-    copier = Copier(threads=2)
-    tensor = Tensor()
-    alive = weakref.ref(tensor)
-    may_go_on = threading.Event()
-    job = copier.start([lambda: _blocked(may_go_on)], keep=[tensor])
-    del tensor
-    assert alive() is not None
-    may_go_on.set()
-    job.wait(WAIT_S)
-    assert alive() is None
-    copier.close()
+    with ThreadPoolExecutor(1) as pool:
+        job = begun(pool, [blocks, *copies(source, target, [1000])])
+        assert is_running.wait(WAIT_S)
+        with pytest.raises(TimedOutError):
+            job.stop(0.01)
+        may_go_on.set()
+        job.stop(WAIT_S)
+        assert target == bytes(1000)
+        with pytest.raises(TimedOutError, match="was stopped"):
+            job.wait(WAIT_S)
 
 
 FORKS = """
@@ -184,10 +161,10 @@ copier = Copier(threads=2)
 source = os.urandom(50 << 20)
 
 def copy():
-    for run in (lambda tasks: copier.run(tasks, 20), lambda tasks: copier.start(tasks).wait(20)):
-        target = bytearray(len(source))
-        run([Copy(address_of(memoryview(source)), address_of(memoryview(target)), len(source))])
-        assert target == source
+    target = bytearray(len(source))
+    copy = Copy(address_of(memoryview(source)), address_of(memoryview(target)), len(source))
+    copier.run([copy], 20)
+    assert target == source
 
 copy()
 child = os.fork()

@@ -49,8 +49,10 @@ def read_back(storage: Storage, path: str) -> bytes:
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, CHUNK, CHUNK + 5000])
 def test_what_is_written_is_read(storage: Storage, size: int) -> None:
     content = bytes(range(251)) * (size // 251 + 1)
-    digest = storage.write("a/b/file", memoryview(content)[:size], 2)
+    moved: list[int] = []
+    digest = storage.write("a/b/file", memoryview(content)[:size], 2, moved.append)
     assert digest == digest_of(content[:size])
+    assert sum(moved) == size
     assert read_back(storage, "a/b/file") == content[:size]
     assert storage.files("a") == {"b/file": size}
 

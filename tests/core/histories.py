@@ -220,7 +220,8 @@ def _checkpoint_call(job: Job, number: int, name: str) -> c.CheckpointCall:
         c.InventoryTaken(DIRECTORY, 1 + number % 3, held),
         c.Replicated(DIRECTORY, job.round(), version),
         c.PeersAsk(round_number, 1, number % 3),
-    )[number % 11]
+        c.CopyFailed(DIRECTORY, job.round(), version, "no room", number % 3 - 1, number % 2),
+    )[number % 12]
 
 
 def digest_of(seeds: range, length: int) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives the ledger of checkpoints in tests: nodes are numbers, each call is one event."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from holdfast.core.job import commands as cmd
@@ -19,11 +19,13 @@ from holdfast.model.checkpoint import (
     Version,
     rank_part,
 )
+from holdfast.model.dataset import Position
 from holdfast.model.ids import Generation, Incarnation, NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason
 from holdfast.model.world import Member, World
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
+from holdfast.protocol.data import DataMarked
 
 DIR = "/ckpt"
 SHARDED = Shape(2, shared=False)
@@ -32,7 +34,7 @@ V5, V6 = Version(0, 5), Version(0, 6)
 Answer = TypeVar("Answer")
 
 
-def member(node: int, topology: str = "", peer_port: int = 7000) -> Member:
+def member(node: int, topology: str = "", peer_port: int = 7000, certificate: str = "") -> Member:
     return Member(
         node_id=NodeId(node),
         incarnation=Incarnation(node + 1),
@@ -42,11 +44,17 @@ def member(node: int, topology: str = "", peer_port: int = 7000) -> Member:
         store_port=4000,
         topology=topology,
         peer_port=peer_port,
+        peer_certificate=certificate,
     )
 
 
 def holding(version: Version, part: str, shape: Shape, *, parity: bool = False) -> Holding:
     return Holding(version, shape, part, length=4096, digest=version.step, parity=parity)
+
+
+def positions(version: Version) -> tuple[Position, ...]:
+    """How far the data are at a version: tests can tell one from the other."""
+    return (Position("train", epoch=version.lineage, cut=(version.step,)),)
 
 
 class Ledger:
@@ -64,6 +72,9 @@ class Ledger:
         self.pushes: list[tuple[int, m.Push]] = []
         self._calls = 0
         self._starts = 0
+        self._is_followed = False
+        #: By version, the nodes that have said how far their data were.
+        self._marked: dict[Version, set[int]] = {}
         self._start()
         self.form(range(nodes))
         for node in range(nodes, nodes + spares):
@@ -121,6 +132,32 @@ class Ledger:
     def _start(self) -> None:
         self._starts += 1
         self.feed(ev.MasterStarted(nonce=f"start{self._starts}"))
+        if self._is_followed:
+            self.feed(ev.DatasetFollows(DIR))
+
+    def follow(self) -> None:
+        """A dataset is registered whose position goes with the checkpoints."""
+        self._is_followed = True
+        self.feed(ev.DatasetFollows(DIR))
+
+    def mark(self, version: Version, held: Sequence[Version] = ()) -> tuple[Position, ...]:
+        """Every rank has said how far its data were at this version; where that is.
+
+        `held`: what every node has in memory beside it.
+        """
+        for node in self.members:
+            self.mark_by(node, version, {version, *held})
+        return positions(version)
+
+    def mark_by(self, node: int, version: Version, held: Collection[Version]) -> None:
+        """One node says how far its data were; with the last one the version has a position."""
+        known = tuple(sorted(held))
+        body = DataMarked(DIR, self.round, version, {}, len(self.members), known)
+        self.feed(ev.DataMarks(NodeId(node), 1, 0, body))
+        said = self._marked.setdefault(version, set())
+        said.add(node)
+        if said.issuperset(self.members):
+            self.feed(ev.VersionMarked(DIR, version, positions(version)))
 
     def restart(self, *, compacted: bool = False, done: bool = False) -> None:
         """The master dies and comes back from its journal; its nodes are not attached yet."""
@@ -131,6 +168,8 @@ class Ledger:
             self.machine.apply(record)
         self._start()
         self.feed(ev.WorldFound(self.world(), 0, done))
+        for node in self.members:
+            self.feed(ev.NodeExpected(NodeId(node)))
 
     # ---- calls ----------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 
 import pytest
 
+from holdfast.core.job import events as ev
 from holdfast.core.job.attempts import RESUMED_S, SILENCE_S
+from holdfast.core.job.gathering import PATIENCE_S
 from holdfast.model.checkpoint import NONE, SHARED, FileEntry, Shape, Version, rank_part
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
@@ -330,3 +332,82 @@ def test_an_attempt_of_an_old_master_that_is_not_heard_of_again_ends() -> None:
     call = ledger.persisted(0, attempt, V5, SHARDED, rank_part(0))
     ledger.wait(ledger.now + RESUMED_S)
     assert "nothing was heard of rank-00001" in ledger.refusal(call)
+
+
+def resumed_with_a_lost_rank(shape: Shape) -> tuple[Ledger, int]:
+    """Node 0 has written all that is left of a step; node 1 was lost under the master before."""
+    ledger = Ledger(2)
+    attempt = begin(ledger, shape=shape)
+    ledger.lose(1)
+    ledger.form([0])
+    ledger.restart()
+    ledger.pushes.clear()
+    ledger.arrive(0)
+    common = (SHARED,) if shape.shared else ()
+    return ledger, ledger.persisted(0, attempt, V5, shape, *common, rank_part(0))
+
+
+def test_a_new_master_leaves_out_a_rank_that_nobody_has_and_commits_at_once() -> None:
+    ledger, call = resumed_with_a_lost_rank(COPIED)
+    ((node, question),) = ledger.pushed(c.InventoryWanted)
+    mine = tuple(holding(V5, part, COPIED) for part in (SHARED, rank_part(0)))
+    ledger.call(node, c.InventoryTaken(DIR, question.number, mine))
+    ((_, order),) = ledger.pushed(c.CommitOrder)
+    assert [entry.name for entry in order.files] == ["rank-00000.bin", "shared.bin"]
+    ledger.call(0, c.CommitDone(DIR, V5, order.attempt))
+    assert ledger.answer(call, c.PersistState).committed == V5
+
+
+def test_a_new_master_ends_an_attempt_at_once_when_nobody_has_what_it_needs() -> None:
+    ledger, call = resumed_with_a_lost_rank(SHARDED)
+    ((node, question),) = ledger.pushed(c.InventoryWanted)
+    ledger.call(node, c.InventoryTaken(DIR, question.number, ()))
+    assert "rank-00001 was lost with its node" in ledger.refusal(call)
+
+
+def test_a_new_master_asks_who_has_what_only_when_all_nodes_are_back() -> None:
+    """A node that has not come back yet may be writing what seems to be lost."""
+    ledger = Ledger(2)
+    attempt = begin(ledger, shape=COPIED)
+    ledger.restart()
+    ledger.arrive(0)
+    first = ledger.persisted(0, attempt, V5, COPIED, SHARED, rank_part(0))
+    assert ledger.pushed(c.InventoryWanted) == []
+    ledger.arrive(1)
+    questions = ledger.pushed(c.InventoryWanted)
+    assert [node for node, _ in questions] == [0, 1]
+    for node, question in questions:
+        mine = (holding(V5, rank_part(node), COPIED),)
+        ledger.call(node, c.InventoryTaken(DIR, question.number, mine))
+    assert first not in ledger.answers
+    assert ledger.pushed(c.CommitOrder) == []
+    ledger.persisted(1, attempt, V5, COPIED, rank_part(1))
+    assert len(ledger.pushed(c.CommitOrder)) == 1
+
+
+def test_a_node_that_does_not_say_what_it_has_may_still_be_writing() -> None:
+    ledger, call = resumed_with_a_lost_rank(SHARDED)
+    ledger.wait(ledger.now + RESUMED_S - 1)
+    assert call not in ledger.answers
+    ledger.wait(ledger.now + 1)
+    assert "nothing was heard of rank-00001" in ledger.refusal(call)
+
+
+# ---- the end of the job -------------------------------------------------------------------------
+
+
+def test_what_a_failed_job_has_in_memory_still_goes_to_storage() -> None:
+    """A node that does not say what it holds is waited for as before the end, and no longer."""
+    ledger = Ledger(2)
+    ledger.feed(ev.JobFinished(False, "it failed for good", None, -1))
+    assert ledger.machine.deadline() is None
+    mine = tuple(holding(V5, part, COPIED) for part in (SHARED, rank_part(0)))
+    call = ledger.call(0, c.FlushAsk(DIR, mine, NONE))
+    ledger.wait(ledger.now + PATIENCE_S)
+    ((node, order),) = ledger.pushed(c.PersistOrder)
+    assert node == 0
+    ledger.persisted(0, order.attempt, V5, COPIED, *order.parts)
+    ((_, commit),) = ledger.pushed(c.CommitOrder)
+    ledger.call(0, c.CommitDone(DIR, V5, commit.attempt))
+    assert ledger.answer(call, c.PersistState).committed == V5
+    assert ledger.machine.deadline() is None

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.job.placement import Ring
+from holdfast.model.ids import NodeId
 from holdfast.model.world import Member
 from tests.core.ledger import member
 
@@ -36,7 +37,14 @@ def test_everybody_keeps_for_one_other_node() -> None:
 
 def test_nodes_of_one_switch_keep_for_each_other_when_there_is_no_other() -> None:
     members = nodes("a", "a", "a")
-    assert ids(Ring(members).replica_peers(members[0].node_id, 1)) == [1, 2]
+    assert ids(Ring(members).replica_peers(members[0].node_id, 1)) == [1]
+
+
+def test_who_is_passed_over_gets_nothing_and_elsewhere_still_comes_first() -> None:
+    ring = Ring(nodes("a", "a", "b", "b"))
+    assert ids(ring.replica_peers(NodeId(0), 2)) == [2, 3]
+    assert ids(ring.replica_peers(NodeId(0), 2, [NodeId(2)])) == [3, 1]
+    assert ids(ring.replica_peers(NodeId(0), 2, [NodeId(2), NodeId(3)])) == [1]
 
 
 def test_a_lonely_node_has_no_peer() -> None:
@@ -53,7 +61,7 @@ def test_peers_are_others_and_elsewhere_comes_first(topology: list[str], replica
         peers = Ring(members).replica_peers(one.node_id, replicas)
         assert one.node_id not in ids(peers)
         assert len(peers) == len(set(ids(peers)))
-        assert len(peers) >= min(replicas, len(members) - 1)
+        assert len(peers) == min(replicas, len(members) - 1)
         beside = [bool(peer.topology) and peer.topology == one.topology for peer in peers]
         assert beside == sorted(beside)
 

@@ -4,9 +4,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.node.marks import merged
 from holdfast.core.node.saver import RestoreMeeting, SavedStep, SavedSteps, Turn
 from holdfast.model.checkpoint import NONE, Shape, Version
 from holdfast.protocol.checkpoints import RestoreAsk
+from holdfast.protocol.data import Consumed, Mark
 
 V1, V2, V3 = (Version(1, step) for step in (1, 2, 3))
 
@@ -65,7 +67,8 @@ def test_a_step_is_whole_once_every_part_of_the_node_is_sealed() -> None:
     assert steps.sealed(V1, shape, "rank-00005", persist=False) is None
     assert steps.sealed(V1, shape, "shared", persist=True) is None
     whole = steps.sealed(V1, shape, "rank-00004", persist=False)
-    assert whole == SavedStep(V1, shape, ("shared", "rank-00004", "rank-00005"), persist=True)
+    parts, nothing = ("shared", "rank-00004", "rank-00005"), {4: (), 5: ()}
+    assert whole == SavedStep(V1, shape, parts, persist=True, follows=False, marks=nothing)
 
 
 def test_a_step_that_a_rank_left_out_is_overtaken_by_the_next_whole_one() -> None:
@@ -76,6 +79,43 @@ def test_a_step_that_a_rank_left_out_is_overtaken_by_the_next_whole_one() -> Non
     assert steps.sealed(V2, shape, "rank-00005", persist=True) is not None
     assert steps.overtaken(V2) == [V1]
     assert steps.overtaken(V2) == []
+
+
+def test_a_rank_that_reads_no_data_is_marked_with_those_that_do() -> None:
+    steps, shape = steps_of_two_ranks(), Shape(8, shared=False)
+    assert steps.sealed(V1, shape, "rank-00004", False, marks=()) is None
+    whole = steps.sealed(V1, shape, "rank-00005", False)
+    assert whole is not None
+    assert (whole.follows, whole.marks) == (True, {4: (), 5: ()})
+
+
+def test_what_was_said_of_an_overtaken_step_is_said_with_the_next() -> None:
+    """A lease that ended is named once: were it lost, its samples would be trained again."""
+    steps, shape = steps_of_two_ranks(), Shape(8, shared=False)
+    steps.sealed(V1, shape, "rank-00004", False, marks=mark({1: 10, 2: 3}))
+    # Rank 5 could not save step 1.
+    steps.sealed(V2, shape, "rank-00004", False, marks=mark({2: 7}))
+    whole = steps.sealed(V2, shape, "rank-00005", False, marks=mark({9: 2}))
+    assert whole is not None
+    assert whole.marks == {4: mark({1: 10, 2: 7}), 5: mark({9: 2})}
+    steps.overtaken(V2)
+    steps.sealed(V3, shape, "rank-00004", False, marks=mark({2: 8}))
+    whole = steps.sealed(V3, shape, "rank-00005", False, marks=())
+    assert whole is not None
+    assert whole.marks == {4: mark({2: 8}), 5: ()}
+
+
+def test_what_was_said_before_the_position_jumped_is_worth_nothing() -> None:
+    assert merged([mark({1: 10}, term=1), mark({2: 3}, term=2)]) == mark({2: 3}, term=2)
+    assert merged([mark({2: 3}, term=2), mark({1: 10}, term=1)]) == mark({2: 3}, term=2)
+    closed = (Mark("train", -1, ()),)
+    assert merged([closed, mark({1: 10})]) == merged([mark({1: 10}), closed]) == mark({1: 10})
+    other = (Mark("other", 1, (Consumed(1, 1),)),)
+    assert merged([mark({1: 10}), other]) == (*mark({1: 10}), *other)
+
+
+def mark(leases: dict[int, int], term: int = 1) -> tuple[Mark, ...]:
+    return (Mark("train", term, tuple(Consumed(*said) for said in leases.items())),)
 
 
 def test_a_new_round_knows_nothing_of_half_saved_steps() -> None:

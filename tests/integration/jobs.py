@@ -166,6 +166,8 @@ class Jobs:
         """TMPDIR of all commands: what they leave there is left behind."""
         self.log = folder / "steps.log"
         self.commands: list[Command] = []
+        self._read_to = 0
+        self._events: list[Event] = []
         self.temporary.mkdir()
         self.log.touch()
 
@@ -234,10 +236,14 @@ class Jobs:
 
     def events(self, what: str = "") -> list[Event]:
         """What the workers have written down so far, all of it or one kind."""
-        text = self.log.read_bytes()
-        complete = text[: text.rfind(b"\n") + 1].splitlines()
-        events = [Event(**json.loads(line)) for line in complete]
-        return [event for event in events if not what or event.what == what]
+        # Whoever waits for an event asks often: what was read once is not read again.
+        with self.log.open("rb") as log:
+            log.seek(self._read_to)
+            text = log.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        self._read_to += len(complete)
+        self._events += [Event(**json.loads(line)) for line in complete.splitlines()]
+        return [event for event in self._events if not what or event.what == what]
 
     def steps(self, *, round: int = 0) -> list[Event]:
         """All finished steps, or those of one round."""
@@ -294,6 +300,16 @@ class Jobs:
             raise AssertionError(f"{error}\n{self.story()}") from None
         return events
 
+    def go(self) -> None:
+        """Let the scripts go on that wait after the step $HOLD."""
+        (self.folder / "go").touch()
+
+    def go_when_warm(self, job: Command, nodes: int = 1) -> None:
+        """Let them go on when each node has a warm spare: a restart costs next to nothing then,
+        where a cold one imports torch anew in every worker."""
+        job.wait_line("ready for a fast restart", after=nodes - 1)
+        self.go()
+
     def finish(self) -> None:
         """Let the scripts end after their present step."""
         (self.folder / "finish").touch()
@@ -316,6 +332,17 @@ class Jobs:
                     found.append(process)
             except psutil.Error:
                 continue  # It ended meanwhile or belongs to somebody else.
+        return found
+
+    def agents(self) -> list[psutil.Process]:
+        """The agents that a launcher has started for `--local-nodes`."""
+        found = []
+        for process in self.living():
+            try:
+                if process.cmdline()[1:4] == ["-m", "holdfast.cli", "node"]:
+                    found.append(process)
+            except psutil.Error:
+                continue
         return found
 
     def expect_nothing_left(self, timeout_s: float = LIMIT_S) -> None:

@@ -3,6 +3,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -340,3 +342,43 @@ def test_what_a_dead_attempt_left_on_storage_goes_with_the_next_commit(tmp_path:
         checkpointer.save(1, extra={"a": 1}, to=STORAGE)
         assert checkpointer.wait(WAIT_S) == 1
         until(lambda: not left.exists(), WAIT_S, what="the end of the leftovers")
+
+
+SAVES_WITHOUT_SHARDS = """
+import sys
+import torch
+import holdfast.torch
+
+model = torch.nn.Linear(2, 2)
+with holdfast.torch.Checkpointer(sys.argv[1], overlap=True) as checkpointer:
+    assert checkpointer.load(model) is None
+    assert checkpointer.save(1, model).taken
+    assert checkpointer.load(model) == 1
+    slow = {"torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"}
+    assert not slow & sys.modules.keys(), slow & sys.modules.keys()
+    optimizer = torch.optim.Adam(model.parameters())  # This imports the other two.
+    assert checkpointer.save(2, model, optimizer).taken
+    assert "torch.distributed.checkpoint" not in sys.modules
+"""
+
+
+def test_a_plain_training_does_not_wait_for_the_import_of_torchs_sharding(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint and DTensor cost every cold worker a second or more."""
+    command = [sys.executable, "-c", SAVES_WITHOUT_SHARDS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"replicas": 1, "replicate_every": 0}, "from 1 on, not 0"),
+        ({"replicate_every": 10}, "nothing to do without replicas or parity"),
+        ({"replicas": -1}, "not -1 and 0"),
+        ({"parity": 1}, "at least 2, not 0 and 1"),
+        ({"replicas": 1, "parity": 2}, "choose one of them"),
+    ],
+)
+def test_copies_that_make_no_sense_are_refused(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        Checkpointer("/nowhere", **wrong)

@@ -14,6 +14,7 @@ from holdfast.torch import Checkpointer
 from holdfast.torch.images import Hole, Leaf, fill, safetensors_image, tensor_at
 from holdfast.torch.overlap import BackgroundSave, Gate
 from holdfast.torch.staging import DeviceStager, Event, HostStager, Placed
+from holdfast.torch.zip_image import memory_file
 
 WAIT_S = 30.0
 
@@ -121,6 +122,19 @@ def test_hooks_are_gone_after_close(tmp_path: Path) -> None:
     optimizer.step()
     slow.may_copy.set()
     gate.save.wait()
+
+
+def test_files_of_a_framework_are_copied_before_the_save_returns(tmp_path: Path) -> None:
+    """torch.save knows storages, not tensors: no version counter would tell of a change."""
+    first, last = torch.zeros(16 * 2**20), torch.zeros(1000)
+    with Checkpointer(tmp_path, overlap=True) as checkpointer:
+        assert checkpointer.save_files(1, {"own.pt": {"first": first, "last": last}}).taken
+        last += 1
+        first[-1] = 1
+        with checkpointer.load_files() or pytest.fail("nothing was saved") as files:
+            loaded = torch.load(memory_file(files.file("own.pt")), weights_only=True)
+    assert not loaded["last"].any()
+    assert not loaded["first"].any()
 
 
 def test_background_saves_of_a_real_training_are_exact(tmp_path: Path) -> None:

@@ -28,22 +28,29 @@ def loaded(jobs: Jobs, *, last: int) -> dict[int, int]:
 def test_a_killed_rank_and_all_others_go_on_from_one_step(jobs: Jobs, overlap: str) -> None:
     """The prior art's ranks could each load another step: one from memory, one from storage."""
     env = environment(jobs, 5, OVERLAP=overlap, FAULTS="kill save 1")
-    jobs.run("--nproc-per-node", "2", "--max-restarts", "1", SCRIPT, **env).succeeds(LIMIT_S)
+    # The kill comes long before a spare is warm: it would only import torch for nothing.
+    words = ("--nproc-per-node", "2", "--max-restarts", "1", "--no-spares", SCRIPT)
+    jobs.run(*words, **env).succeeds(LIMIT_S)
     again = loaded(jobs, last=2)
     assert len(again) == 2
     assert len(set(again.values())) == 1
-    assert set(again.values()) <= {2, 3}
+    # A copy that overlaps training may still be on its way when the next step is killed.
+    assert set(again.values()) <= ({1, 2, 3} if overlap == "1" else {2, 3})
 
 
 def test_a_world_of_another_size_gets_the_shared_state(jobs: Jobs) -> None:
     """More ranks than before take another's extra, and say so; fewer leave some unread."""
-    jobs.run("--nproc-per-node", "2", SCRIPT, **environment(jobs, 2)).succeeds(LIMIT_S)
-    more = jobs.run("--nproc-per-node", "3", SCRIPT, **environment(jobs, 3))
-    more.succeeds(LIMIT_S)
+
+    def run(ranks: int, last_step: int) -> None:
+        words = ("--nproc-per-node", str(ranks), "--no-spares", SCRIPT)
+        jobs.run(*words, **environment(jobs, last_step)).succeeds(LIMIT_S)
+
+    run(2, last_step=2)
+    run(3, last_step=3)
     assert loaded(jobs, last=3) == {0: 2, 1: 2, 2: 2}
     kinds = [e.what for e in jobs.events() if e.rank == 2 and e.what.startswith("extra of")]
     assert kinds in (["extra of 0"], ["extra of 1"])
-    jobs.run("--nproc-per-node", "1", SCRIPT, **environment(jobs, 4)).succeeds(LIMIT_S)
+    run(1, last_step=4)
     assert loaded(jobs, last=1) == {0: 3}
 
 

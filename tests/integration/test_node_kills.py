@@ -23,18 +23,6 @@ def expect_ranks(world: list[Event], size: int) -> None:
     assert len({event.agent for event in world}) == size
 
 
-def agents_of(jobs: Jobs) -> set[int]:
-    """The agents that a launcher has started for `--local-nodes`."""
-    found = set()
-    for process in jobs.living():
-        try:
-            if process.cmdline()[1:4] == ["-m", "holdfast.cli", "node"]:
-                found.add(process.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
 def test_a_lost_local_node_is_launched_again(jobs: Jobs) -> None:
     job = jobs.run("--local-nodes", "2", STEPS)
     first = jobs.wait_world(2)
@@ -83,7 +71,7 @@ def test_a_spare_node_steps_in(jobs: Jobs) -> None:
     job = jobs.run("--local-nodes", "2", "--spare-nodes", "1", STEPS)
     first = jobs.wait_world(2)
     job.wait_line("node rank .* joined", after=2)
-    before = agents_of(jobs)
+    before = {agent.pid for agent in jobs.agents()}
     assert len(before) == 3
     os.kill(first[1].agent, signal.SIGKILL)
     second = jobs.wait_world(2, after=first)

@@ -8,7 +8,6 @@ dies in the middle of a message, and nothing checks the bytes.
 import contextlib
 import os
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from holdfast.model.parity import Block, blocks_of, rebuildable
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import PartBytes, PartGet, PartPut, PartWanted
-from holdfast.runtime.tls import client_tls, server_tls
 from tests.integration.peer_nodes import (
     DIRECTORY,
     GET,
@@ -48,7 +46,6 @@ from tests.integration.peer_nodes import (
     image,
     play,
 )
-from tests.integration.test_bad_input import self_signed
 from tests.waiting import until
 
 IMPATIENT_S = 0.3
@@ -58,11 +55,11 @@ IMPATIENT_S = 0.3
 def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
-    def start(tls: ssl.SSLContext | None = None, idle_s: float = 10.0) -> Node:
+    def start(idle_s: float = 10.0) -> Node:
         folder = tmp_path / f"node-{len(nodes)}"
         folder.mkdir()
         shelf = Shelf(folder)
-        nodes.append(Node(shelf, PeerServer("127.0.0.1", TOKEN, tls, shelf, idle_s)))
+        nodes.append(Node(shelf, PeerServer("127.0.0.1", TOKEN, None, shelf, idle_s)))
         return nodes[-1]
 
     yield start
@@ -471,28 +468,3 @@ def test_closing_breaks_off_what_is_under_way(start: Callable[..., Node]) -> Non
         assert not {"peers", "peer"} & {thread.name for thread in threading.enumerate()}
         with pytest.raises(OSError, match=r"closed|reset"):
             wire.receive()
-
-
-# ---- TLS -------------------------------------------------------------------------------------
-
-
-def test_tls(start: Callable[..., Node], target: Callable[[int], Slot], tmp_path: Path) -> None:
-    certificate, key = self_signed(tmp_path, "ours")
-    other, _ = self_signed(tmp_path, "other")
-    node = start(tls=server_tls(certificate, key), idle_s=2.0)
-    saved = node.shelf.save(contents(5 * MB))
-    address = node.server.address
-    trusting = PeerClient(address, TOKEN, client_tls(certificate))
-    slot = fetch(trusting, target)
-    assert bytes(slot.data[: saved.offer.total]) == image(saved)
-    keeper = start(tls=server_tls(certificate, key))
-    trusting = PeerClient(keeper.server.address, TOKEN, client_tls(certificate))
-    trusting.put(DIRECTORY, 1, saved, LIMIT_S)
-    assert image(keeper.shelf.sealed[PART]) == image(saved)
-    with pytest.raises(AuthError, match="certificate is not trusted"):
-        PeerClient(address, TOKEN, client_tls(other)).look(GET, LIMIT_S)
-    with pytest.raises(RetryableError):
-        PeerClient(address, TOKEN, None, idle_s=IMPATIENT_S).look(GET, LIMIT_S)
-    plain = start().server.address
-    with pytest.raises(RetryableError, match=r"WRONG_VERSION_NUMBER|record layer|EOF"):
-        PeerClient(plain, TOKEN, client_tls(certificate), IMPATIENT_S).look(GET, LIMIT_S)

@@ -18,7 +18,7 @@ from holdfast.checkpoint.places import abandon
 from holdfast.checkpoint.posix import PosixStorage
 from holdfast.checkpoint.retention import apply_retention
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.storage_port import Patience, persistently
+from holdfast.checkpoint.storage_port import Moved, Patience, persistently
 from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.model.checkpoint import Series, Version
 from holdfast.model.errors import RejectedError, RetryableError
@@ -56,11 +56,13 @@ class Failing(PosixStorage):
         self.code = code
         self.left = times
 
-    def write(self, path: str, data: memoryview, writers: int) -> int:
+    def write(
+        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+    ) -> int:
         if self.left > 0:
             self.left -= 1
             raise OSError(self.code, os.strerror(self.code), path)
-        return super().write(path, data, writers)
+        return super().write(path, data, writers, moved)
 
 
 def test_a_full_disk_is_said_and_costs_no_older_checkpoint(small: Path, tmp_path: Path) -> None:

@@ -53,11 +53,14 @@ def test_the_job_survives_a_worker(jobs: Jobs, how: str, place: str) -> None:
     jobs.expect_nothing_left()
 
 
-@pytest.mark.parametrize("how", ["kill", "segv", "stop", "exit"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
 def test_torch_goes_on_after_a_fault_in_init_and_in_a_collective(jobs: Jobs, how: str) -> None:
-    """Rank 0 fails as well as rank 1: it is the one that hosts the store of the process group."""
+    """Rank 0 fails as well as rank 1: it is the one that hosts the store of the process group.
+
+    To the others a rank is dead, with its connections closed, or silent; there is no third way.
+    """
     faults = f"{how} group 1;{how} step 0"
-    job = jobs.run("--nproc-per-node", "2", TRAIN, STEPS="5", FAULTS=faults)
+    job = jobs.run("--nproc-per-node", "2", "--no-spares", TRAIN, STEPS="5", FAULTS=faults)
     job.succeeds(100)
     assert [event.rank for event in jobs.events("fault")] == [1, 0]
     expect_all_steps(jobs, world=2, rounds=3)
@@ -66,7 +69,7 @@ def test_torch_goes_on_after_a_fault_in_init_and_in_a_collective(jobs: Jobs, how
 
 def test_torch_goes_on_after_a_kill_at_import_and_at_exit(jobs: Jobs) -> None:
     faults = "kill import 0;kill exit 0"
-    job = jobs.run("--nproc-per-node", "2", TRAIN, STEPS="5", FAULTS=faults)
+    job = jobs.run("--nproc-per-node", "2", "--no-spares", TRAIN, STEPS="5", FAULTS=faults)
     job.succeeds(100)
     expect_all_steps(jobs, world=2, rounds=3)
 

@@ -45,10 +45,24 @@ def call(name: str, words: Words) -> c.CheckpointCall:
         case "replicated":
             version = _version(words.pop("version"))
             return c.Replicated(DIRECTORY, int(words.pop("round", 1)), version)
+        case "copy_failed":
+            version, problem = _version(words.pop("version")), words.pop("problem")
+            peer, replicas = int(words.pop("peer", -1)), int(words.pop("replicas", 0))
+            round_number = int(words.pop("round", 1))
+            return c.CopyFailed(DIRECTORY, round_number, version, problem, peer, replicas)
     raise KeyError(name)
 
 
-CALLS = ("restore", "persist", "persisted", "committed", "inventory", "flush", "replicated")
+CALLS = (
+    "restore",
+    "persist",
+    "persisted",
+    "committed",
+    "inventory",
+    "flush",
+    "replicated",
+    "copy_failed",
+)
 
 
 def _restore(words: Words, shape: Shape) -> c.NodeRestore:

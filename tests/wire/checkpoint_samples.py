@@ -2,8 +2,10 @@
 """One value of every message about checkpoints; see samples.py."""
 
 from holdfast.model.checkpoint import FileEntry, Holding, Series, Shape, Stored, Version
+from holdfast.model.dataset import Piece, Position
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
+from holdfast.protocol.data import Consumed, Mark
 
 VERSION = Version(lineage=7, step=16777217)
 SHAPE = Shape(world_size=4, shared=True)
@@ -21,6 +23,26 @@ SOURCE = c.Source(
     length=1 << 33,
 )
 
+POSITION = Position(
+    "train",
+    epoch=1,
+    cut=(1 << 40,),
+    open=(Piece(epoch=1, extent=0, begin=5, end=10),),
+    aside=(Piece(epoch=0, extent=2, begin=0, end=10),),
+    listed=(("ü.tar", 1000),),
+    first_listed=7,
+    is_listed=True,
+    recipe="range shard_size=10 size=100",
+)
+TALLY = c.Tally(
+    saves=12,
+    waited_s=0.5,
+    step=16777217,
+    age_s=0.1,
+    written_bytes=1 << 40,
+    written_s=99.5,
+    restored={"memory": 2, "peer": 1},
+)
 CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
     c.SeriesOpen(
         series=Series(
@@ -51,6 +73,9 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         shape=SHAPE,
         path="/dev/shm/slot.0",
         persist=True,
+        waited_s=0.25,
+        follows=True,
+        marks=(Mark("train", term=2, consumed=(Consumed(lease=9, upto=1 << 40),)),),
     ),
     c.RestoreAsk(
         directory=DIRECTORY,
@@ -72,7 +97,7 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         directory=DIRECTORY,
         round=3,
         holdings=(HOLDING, BLOCK),
-        stored=(Stored(VERSION, SHAPE),),
+        stored=(Stored(VERSION, SHAPE, positions=(POSITION,)),),
         prepared=VERSION,
         wants=("shared", "rank-00003"),
         bad=(c.BadCopy(VERSION, "rank-00003", 5, "the digest differs"),),
@@ -89,6 +114,7 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         sources=(SOURCE,),
         failures_per_s=0.001,
         notes=("rank-00003 is lost",),
+        follows=True,
     ),
     c.PartsLocate(directory=DIRECTORY, version=VERSION, parts=("rank-00003",)),
     c.PartsLocated(sources=(SOURCE,)),
@@ -111,8 +137,11 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
     c.InventoryTaken(directory=DIRECTORY, number=9, holdings=(HOLDING, BLOCK)),
     c.FlushAsk(directory=DIRECTORY, holdings=(HOLDING,), committed=VERSION),
     c.PeersAsk(round=3, replicas=2, parity=4),
-    c.Peers(peers=(c.Peer(5, "10.0.0.5:29503", first_rank=10, nproc=2),)),
+    c.Peers(peers=(c.Peer(5, f"10.0.0.5:29503#{'ab' * 32}", first_rank=10, nproc=2),)),
     c.Replicated(directory=DIRECTORY, round=3, version=VERSION),
+    c.CopyFailed(
+        directory=DIRECTORY, round=3, version=VERSION, problem="no room", peer=5, replicas=2
+    ),
     c.InventoryWanted(directory=DIRECTORY, number=9),
     c.PersistOrder(
         directory=DIRECTORY,
@@ -123,9 +152,13 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         reason="the world changed",
     ),
     c.CommitOrder(
-        directory=DIRECTORY, version=VERSION, shape=SHAPE, attempt="a1-3-2", files=(FILE,)
+        directory=DIRECTORY,
+        version=VERSION,
+        shape=SHAPE,
+        attempt="a1-3-2",
+        files=(FILE,),
+        positions=(POSITION,),
     ),
-    c.VersionSafe(directory=DIRECTORY, version=VERSION),
     c.PartGet(
         directory=DIRECTORY,
         version=VERSION,
@@ -143,6 +176,7 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         meta_digest=4,
         block="parity-1-of-0+4+x",
         stripe_digest=5,
+        safe=VERSION,
     ),
     c.PartWanted(offset=1 << 32),
 )

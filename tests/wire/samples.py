@@ -6,11 +6,12 @@ A golden line may be added, never changed: an old peer or an old journal holds t
 
 from holdfast.core.job import records as rec
 from holdfast.core.kernel import Record
-from holdfast.model.checkpoint import Shape
+from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.ids import Generation, Incarnation, NodeId, NodeRank, Round
 from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
-from tests.wire.checkpoint_samples import CHECKPOINT_MESSAGES, VERSION
+from tests.wire.checkpoint_samples import CHECKPOINT_MESSAGES, POSITION, TALLY, VERSION
+from tests.wire.data_samples import DATA_MESSAGES, DATA_RECORDS
 
 RULES = m.JobRules(
     min_nodes=2,
@@ -58,6 +59,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         hosted_port=29502,
         cold=True,
         peer_port=29503,
+        peer_certificate="ab" * 32,
     ),
     m.Attached(
         job="train",
@@ -84,6 +86,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         last_step_ago_s=0.1,
         cpu=1.5,
         memory=1 << 33,
+        checkpoints=TALLY,
     ),
     m.RunWorld(
         round=4,
@@ -122,6 +125,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.Story(at_s=12.5, kind="NodeLost", text="node rank 1 is lost", fields={"node": 1}),
     m.StopJob(reason="the user asked"),
     *CHECKPOINT_MESSAGES,
+    *DATA_MESSAGES,
 )
 
 
@@ -136,9 +140,11 @@ def _member(node: int, rank: int) -> Member:
         hosted_port=29502,
         topology="s1",
         peer_port=29503,
+        peer_certificate="ab" * 32,
     )
 
 
+NEXT = Version(VERSION.lineage, VERSION.step + 1)
 WORLD = World(round=Round(3), generation=Generation(12), members=(_member(0, 0), _member(1, 1)))
 
 RECORDS: list[Record] = [
@@ -194,5 +200,10 @@ RECORDS: list[Record] = [
         directory="/ckpt", version=VERSION, attempt="a1-3-2", shape=Shape(4, True)
     ),
     rec.LineageSet(directory="/ckpt", lineage=8, round=3, version=VERSION, shape=Shape(4, True)),
+    rec.VersionPositioned(directory="/ckpt", version=VERSION, positions=(POSITION,)),
+    rec.VersionPositioned(
+        directory="/ckpt", version=NEXT, positions=(POSITION,), dropped=(VERSION,)
+    ),
+    *DATA_RECORDS,
     rec.JobClosed(ok=False, reason="rank 3 failed", cause=FAILURE, cause_node_rank=1),
 ]

@@ -14,6 +14,7 @@ from holdfast.model.errors import ProtocolError
 from holdfast.model.job import JobSpec
 from holdfast.protocol import messages as m
 from holdfast.protocol.codec import FrameReader, decode, encode
+from holdfast.protocol.data import DataCall
 from holdfast.protocol.services import FROM_WORKERS, METHODS
 from tests.wire.samples import MESSAGES, RECORDS
 
@@ -99,7 +100,7 @@ def test_an_unknown_message_is_refused() -> None:
 def test_every_request_has_an_answer_and_every_worker_request_may_be_relayed() -> None:
     assert set(METHODS) == set(typing.get_args(m.Call))
     assert {method.answer for method in METHODS.values()} <= set(typing.get_args(m.Answer))
-    assert set(typing.get_args(m.KvCall)) == FROM_WORKERS
+    assert set(typing.get_args(m.KvCall | DataCall)) == FROM_WORKERS
 
 
 def test_the_golden_journal_holds_every_record() -> None:

@@ -2,6 +2,8 @@
 """One node's agent: drives the worker core between the master's stream and real processes."""
 
 import asyncio
+import contextlib
+import math
 import signal
 import ssl
 from collections.abc import Coroutine
@@ -31,7 +33,9 @@ FAREWELL_S = 2.0
 """How long a leaving agent waits for the master to take note."""
 
 END_S = 300.0
-"""What checkpoints in memory get to reach storage at the end of the job."""
+"""At the end of the job checkpoints in memory go to storage; for so long nothing may get there."""
+
+FLUSH_S_MAX = 24 * 3600.0
 
 FLUSH_S_MIN = 5.0
 """What checkpoints in memory get to reach storage, even if the workers used up all the grace."""
@@ -110,13 +114,15 @@ class Agent:
         self._warmth = Warmth(
             settings.program, self._processes, self._stream, run=self._run, say=say
         )
+        has_tls = settings.tls is not None
         self._vault = Vault(
-            self._stream, say, settings.token, nproc, tls=settings.tls, host=settings.host
+            self._stream, say, settings.token, nproc, has_tls=has_tls, host=settings.host
         )
         self._pulse = Pulse(
             self._stream,
             self._processes,
             group=lambda: self._group,
+            tally=self._vault.tally,
             renewed=lambda until: self.feed(ev.LeaseRenewed(until)),
         )
 
@@ -251,6 +257,7 @@ class Agent:
             node_rank=settings.node_rank,
             topology=settings.topology,
             peer_port=self._vault.peer_port,
+            peer_certificate=self._vault.peer_certificate,
         )
 
     def attached(self, welcome: m.Attached, *, sent_at: float) -> None:
@@ -268,7 +275,7 @@ class Agent:
             case m.Fenced():
                 self.feed(ev.FencedOff(body.reason))
             case m.JobEnded():
-                self._leaves_by = self._loop.time() + END_S
+                self._leaves_by = math.inf
                 self.feed(ev.EndReceived(body, self._vault.has_unsaved))
             case _ if isinstance(body, CheckpointPush):
                 self._vault.pushed(body)
@@ -307,16 +314,31 @@ class Agent:
     async def _report_done(self, done: m.WorkersDone) -> None:
         """The job may end after this: what must be on storage gets there first."""
         await self._vault.settle()
-        await self._vault.flush(END_S)
+        await _flush(self._vault, math.inf, self._say)
         self._report(done)
 
     async def _flush(self) -> None:
-        await self._vault.flush(max(FLUSH_S_MIN, self._leaves_by - self._loop.time()))
+        await _flush(self._vault, self._leaves_by - self._loop.time(), self._say)
         self.feed(ev.Flushed())
 
     async def _say_farewell(self) -> None:
         if self._unreported:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_reported.wait(), FAREWELL_S)
-            except TimeoutError:
-                return
+
+
+async def _flush(vault: Vault, limit_s: float, say: Say) -> None:
+    """Bring what is in memory to storage; without a limit for as long as something gets there."""
+    if limit_s < math.inf:
+        await vault.flush(max(FLUSH_S_MIN, limit_s))
+        return
+    flush = asyncio.create_task(vault.flush(FLUSH_S_MAX))
+    while not flush.done():
+        written = vault.written_bytes
+        await asyncio.wait((flush,), timeout=END_S)
+        if not flush.done() and vault.written_bytes == written:
+            say(f"nothing more reached storage for {END_S:g} s: what is left is given up")
+            flush.cancel()
+            await asyncio.wait((flush,))
+    if not flush.cancelled():
+        flush.result()

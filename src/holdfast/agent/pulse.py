@@ -5,11 +5,13 @@ import asyncio
 from collections.abc import Callable
 
 import psutil
+from msgspec.structs import replace
 
 from holdfast.agent.group import Group
 from holdfast.agent.processes import Processes
 from holdfast.agent.stream import MasterStream
 from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import Tally
 
 EARLY_BEATS_S = (0.2, 0.4, 0.8, 1.6, 3.2)
 """After a start the first step is awaited: it is reported soon, not at the next regular beat."""
@@ -24,12 +26,14 @@ class Pulse:
         processes: Processes,
         *,
         group: Callable[[], Group | None],
+        tally: Callable[[], Tally | None],
         renewed: Callable[[float], None],
     ) -> None:
         """`renewed` is told until when (loop time) the lease now runs."""
         self._stream = stream
         self._processes = processes
         self._group = group
+        self._tally = tally
         self._renewed = renewed
         self._loop = asyncio.get_running_loop()
         self._beat_s = self._lease_s = 0.0
@@ -78,6 +82,7 @@ class Pulse:
         group = self._group()
         idle = m.Beat(0, 0, -1, -1.0, -1.0, cpu, memory)
         beat = idle if group is None else group.beat(cpu, memory)
+        beat = replace(beat, checkpoints=self._tally())
         sent_at = self._loop.time()
 
         def answered(body: m.AnyMessage) -> None:

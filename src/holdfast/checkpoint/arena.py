@@ -116,12 +116,8 @@ class Pin:
 class Arena:
     """The slots of one agent."""
 
-    def __init__(
-        self, memory_dir: Path, job: str, agent_key: str, *, peer_quota: int | None = None
-    ) -> None:
-        """`peer_quota` limits the bytes that are kept for other nodes; None: only memory does."""
+    def __init__(self, memory_dir: Path, job: str, agent_key: str) -> None:
         self._memory_dir = memory_dir
-        self._peer_quota = peer_quota
         self._root = Root.take(memory_dir, job, agent_key)
         self._slots: dict[Path, _SlotState] = {}
         self._prefault = Prefault()
@@ -213,14 +209,6 @@ class Arena:
             if slot.meta is not None and directory in (None, slot.key.directory)
         ]
         return sorted(sealed, key=lambda held: held.meta.version, reverse=True)
-
-    def is_ready(self, path: str | Path) -> bool:
-        """Whether all memory of the slot is faulted in."""
-        return self._known(path).faulted_in.done()
-
-    def wait_ready(self, path: str | Path) -> "Future[None]":
-        """Done when all memory of the slot is faulted in."""
-        return self._known(path).faulted_in
 
     def adopt(self) -> list[Held]:
         """Take over what dead agents of the same job left on this machine."""
@@ -325,17 +313,9 @@ class Arena:
         """RejectedError unless `count` more slots can be had once `freed` bytes are gone."""
         if count <= 0:
             return
-        limits = [room.tightest(self._memory_dir)]
-        if key.node >= 0 and self._peer_quota is not None:
-            kept = sum(slot.size for slot in self._slots.values() if slot.key.node >= 0)
-            left = max(0, self._peer_quota - kept)
-            limits.append(room.Room("the quota for other nodes", self._peer_quota, left))
+        limit = room.tightest(self._memory_dir)
         pending = sum(_not_yet_taken(slot) for slot in self._slots.values())
-        # The quota counts what is pending already.
-        lefts = [
-            limit.available + freed - (pending if limit is limits[0] else 0) for limit in limits
-        ]
-        left, limit = min(zip(lefts, limits, strict=True), key=lambda pair: pair[0])
+        left = limit.available + freed - pending
         if count * file_size(size) > left:
             raise RejectedError(
                 f"no memory for part {key.part}: {count} more slots of "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies memory with several threads, now or in the background.
+"""Copies memory with several threads.
 
 The tasks of a job are cut into turns of about 16 MiB: few enough for Python to hand out, small
 enough for the threads to end together. Whoever waits for a job helps with it: a thread that would
@@ -15,10 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 
-from holdfast.checkpoint.memory import low_priority
 from holdfast.model.errors import TimedOutError
-
-__all__ = ["Copier", "Copy", "CopyJob", "Task", "low_priority"]
 
 TURN_BYTES = 16 * 1024 * 1024
 
@@ -40,15 +37,13 @@ _Turn = list[tuple[int, int, int]] | Callable[[], None]
 
 
 class CopyJob:
-    """Tasks under way. They are taken up in order, so that the first are done first."""
+    """Tasks under way, taken up in order by whoever works on them."""
 
-    def __init__(self, tasks: Sequence[Task], keep: object = None) -> None:
-        self._keep = keep
-        self._turns, self._last_turn_of = _cut(tasks)
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._turns = _cut(tasks)
         self._change = threading.Condition()
         self._taken = 0
-        self._finished: set[int] = set()
-        self._done_turns = 0
+        self._done = 0
         self._is_stopped = False
         self._futures: list[Future[None]] = []
 
@@ -56,12 +51,11 @@ class CopyJob:
         """Let this many threads of the pool work on the job."""
         self._futures += [pool.submit(self.work) for _ in range(min(threads, len(self._turns)))]
 
-    def work(self, deadline: float | None = None, up_to_turn: int | None = None) -> None:
+    def work(self, deadline: float | None = None) -> None:
         """Copy in this thread until nothing is left to take up."""
-        end = len(self._turns) if up_to_turn is None else up_to_turn
         while deadline is None or time.monotonic() < deadline:
             with self._change:
-                if self._is_stopped or self._taken >= end:
+                if self._is_stopped or self._taken >= len(self._turns):
                     return
                 number = self._taken
                 self._taken += 1
@@ -70,38 +64,28 @@ class CopyJob:
                 _perform(self._turns[number])
                 is_done = True
             finally:
-                self._report(number, is_done)
-
-    def done_before(self, index: int) -> bool:
-        """Whether all tasks before this one are done."""
-        with self._change:
-            return self._done_turns >= self._turns_before(index)
+                self._report(is_done)
 
     def wait(self, timeout_s: float) -> None:
         """Until all is done, helping. Raises what a task raised; TimedOutError if it takes longer.
 
         After either, some copies may be missing, but none is under way once `stop` has returned.
         """
-        self.wait_before(len(self._last_turn_of), timeout_s)
-
-    def wait_before(self, index: int, timeout_s: float) -> None:
-        """Until all tasks before this one are done; otherwise like `wait`."""
         deadline = time.monotonic() + timeout_s
-        turns = self._turns_before(index)
-        self.work(deadline, turns)
+        self.work(deadline)
         with self._change:
             self._change.wait_for(
-                lambda: self._done_turns >= turns or self._is_stopped,
+                lambda: self._done == len(self._turns) or self._is_stopped,
                 max(0.0, deadline - time.monotonic()),
             )
-            is_done, is_stopped = self._done_turns >= turns, self._is_stopped
-        if is_done:
+            done, is_stopped = self._done, self._is_stopped
+        if done == len(self._turns):
             return
         if is_stopped:
             self._raise_what_happened(max(0.0, deadline - time.monotonic()))
         raise TimedOutError(
             f"a copy of memory was not done within {timeout_s:g} s: "
-            f"{self._done_turns} of {turns} turns are"
+            f"{done} of {len(self._turns)} turns are"
         )
 
     def stop(self, timeout_s: float) -> None:
@@ -112,20 +96,12 @@ class CopyJob:
         if wait_for_futures(self._futures, timeout_s).not_done:
             raise TimedOutError(f"a copy of memory did not stop within {timeout_s:g} s")
 
-    def _turns_before(self, index: int) -> int:
-        return self._last_turn_of[index - 1] + 1 if index > 0 else 0
-
-    def _report(self, number: int, is_done: bool) -> None:
+    def _report(self, is_done: bool) -> None:
         with self._change:
             if is_done:
-                self._finished.add(number)
-                while self._done_turns in self._finished:
-                    self._finished.remove(self._done_turns)
-                    self._done_turns += 1
+                self._done += 1
             else:
                 self._is_stopped = True
-            if self._done_turns == len(self._turns):
-                self._keep = None
             self._change.notify_all()
 
     def _raise_what_happened(self, timeout_s: float) -> None:
@@ -134,16 +110,13 @@ class CopyJob:
         raise TimedOutError("a copy of memory was stopped before it was done")
 
 
-def _cut(tasks: Sequence[Task]) -> tuple[list[_Turn], list[int]]:
-    """The turns, and for each task the number of the last turn that belongs to it."""
+def _cut(tasks: Sequence[Task]) -> list[_Turn]:
     turns: list[_Turn] = []
-    last_turn_of: list[int] = []
     gathered: list[tuple[int, int, int]] = []
     room = 0
     for task in tasks:
         if not isinstance(task, Copy):
             turns.append(task)
-            last_turn_of.append(len(turns) - 1)
             room = 0
             continue
         source, target, left = task.source_address, task.target_address, task.length
@@ -154,8 +127,7 @@ def _cut(tasks: Sequence[Task]) -> tuple[list[_Turn], list[int]]:
             size = min(left, room)
             gathered.append((target, source, size))
             source, target, left, room = source + size, target + size, left - size, room - size
-        last_turn_of.append(len(turns) - 1)
-    return turns, last_turn_of
+    return turns
 
 
 def _perform(turn: _Turn) -> None:
@@ -169,37 +141,29 @@ def _perform(turn: _Turn) -> None:
 class Copier:
     """The threads that copy: made at the first use, and anew in a forked child."""
 
-    def __init__(self, threads: int, background_threads: int = 1) -> None:
+    def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._background_threads = background_threads
         # By process: a forked child inherits this object, but not the threads. No lock either,
         # as it could be held by one of them.
-        self._pools: dict[tuple[int, str], ThreadPoolExecutor] = {}
+        self._pools: dict[int, ThreadPoolExecutor] = {}
 
     def run(self, tasks: Sequence[Task], timeout_s: float) -> None:
         """Copy everything now, with all threads and the caller's."""
         job = CopyJob(tasks)
         if self._threads > 1:
-            job.attach(self._pool("copy", self._threads - 1), self._threads - 1)
+            # One that loses a race for the place has started no thread yet.
+            pool = self._pools.setdefault(
+                os.getpid(), ThreadPoolExecutor(self._threads - 1, "copy")
+            )
+            job.attach(pool, self._threads - 1)
         try:
             job.wait(timeout_s)
         finally:
             job.stop(timeout_s)
 
-    def start(self, tasks: Sequence[Task], keep: object = None) -> CopyJob:
-        """Copy in the background; `keep` is kept alive until all is done."""
-        job = CopyJob(tasks, keep)
-        threads = self._background_threads
-        job.attach(self._pool("background-copy", threads), threads)
-        return job
-
     def close(self) -> None:
         """End the threads once their jobs are over."""
-        for (pid, _), pool in self._pools.items():
-            if pid == os.getpid():
-                pool.shutdown()
+        pool = self._pools.pop(os.getpid(), None)
+        if pool is not None:
+            pool.shutdown()
         self._pools = {}
-
-    def _pool(self, name: str, threads: int) -> ThreadPoolExecutor:
-        # One that loses a race for the place has started no thread yet.
-        return self._pools.setdefault((os.getpid(), name), ThreadPoolExecutor(threads, name))

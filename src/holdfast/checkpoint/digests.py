@@ -5,22 +5,20 @@ A digest is a CRC-32C over the little-endian CRC-32Cs of the chunks of 16 MiB, i
 can be checked by several threads, and while they are written or received. Nobody has to hold back
 an attacker here: whoever can change a slot or a file can change its digest too.
 
-The digests of a slot stand beside it in `<slot>.crc`: the worker has no time for them when it
-saves, so the agent computes them afterwards, and a later agent still finds them.
+The digest of a slot stands beside it in `<slot>.crc`: the worker has no time for it when it
+saves, so the agent computes it afterwards, and a later agent still finds it.
 """
 
 import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
 from pathlib import Path
 
 import msgspec
 from crc32c import crc32c
 from msgspec import Struct
 
-from holdfast.checkpoint.slots import Slot, SlotMeta
 from holdfast.model.checkpoint import Version
 
 CHUNK = 16 * 1024 * 1024
@@ -37,12 +35,12 @@ def chunks_of(length: int) -> Iterator[tuple[int, int]]:
         yield offset, min(CHUNK, length - offset)
 
 
-def digest_of(buffer: bytes | bytearray | memoryview, pool: Executor | None = None) -> int:
-    """The digest of the buffer; its chunks are shared out to the pool's threads if there is one."""
+def digest_of(buffer: bytes | bytearray | memoryview) -> int:
+    """The digest of the buffer."""
     view = memoryview(buffer).cast("B")
     chunks = [view[offset : offset + size] for offset, size in chunks_of(len(view))]
     try:
-        return combine((map if pool is None else pool.map)(crc32c, chunks))
+        return combine(map(crc32c, chunks))
     finally:
         for chunk in chunks:
             chunk.release()
@@ -78,31 +76,20 @@ class Digest:
 
 
 class Sidecar(Struct, frozen=True):
-    """The digests of what a slot held when they were computed."""
+    """The digest of what a slot held when it was computed."""
 
     version: Version
     data: int
     """Of the slot's data as a whole."""
-    files: dict[str, int]
-    """By the names of the files."""
-
-
-def compute_sidecar(slot: Slot, meta: SlotMeta, pool: Executor | None = None) -> Sidecar:
-    """Read all of the slot's data. The caller sees to it that nobody writes meanwhile (a pin)."""
-    return Sidecar(
-        version=meta.version,
-        data=digest_of(slot.data[: meta.data_length], pool),
-        files={file.name: digest_of(slot.file(file.name), pool) for file in meta.files},
-    )
 
 
 def sidecar_path(slot_path: str | Path) -> Path:
-    """Where the digests of a slot are."""
+    """Where the digest of a slot is."""
     return Path(f"{slot_path}.crc")
 
 
 def write_sidecar(path: str | Path, sidecar: Sidecar) -> None:
-    """Put the digests of the slot at `path` beside it, in one move."""
+    """Put the digest of the slot at `path` beside it, in one move."""
     packed = msgspec.msgpack.encode(sidecar)
     place = sidecar_path(path)
     # By thread: two that compute the same digest must not take each other's draft away.
@@ -114,7 +101,7 @@ def write_sidecar(path: str | Path, sidecar: Sidecar) -> None:
 
 
 def read_sidecar(path: str | Path) -> Sidecar | None:
-    """The digests beside the slot at `path`; None if there are none, or none that can be read."""
+    """The digest beside the slot at `path`; None if there is none, or none that can be read."""
     try:
         image = sidecar_path(path).read_bytes()
     except FileNotFoundError:

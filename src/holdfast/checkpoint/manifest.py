@@ -11,6 +11,7 @@ import msgspec
 from crc32c import crc32c
 from msgspec import Struct
 
+from holdfast.checkpoint.data_position import DataPosition
 from holdfast.checkpoint.digests import CHUNK
 from holdfast.checkpoint.storage_port import Storage, telling
 from holdfast.model.checkpoint import FileEntry, Series, Shape, Stored, Version
@@ -35,7 +36,7 @@ class ManifestFile(Struct, frozen=True):
     part: str
 
 
-class Manifest(Struct, frozen=True):
+class Manifest(Struct, frozen=True, omit_defaults=True):
     """What is in a checkpoint, and who wrote it."""
 
     format: str
@@ -51,6 +52,8 @@ class Manifest(Struct, frozen=True):
     tracker_text: str
     chunk: int
     files: tuple[ManifestFile, ...]
+    data: tuple[DataPosition, ...] = ()
+    """How far the datasets were that are read with respect to the directory."""
 
     @property
     def version(self) -> Version:
@@ -96,6 +99,7 @@ def make_manifest(series: Series, order: CommitOrder, created: str) -> Manifest:
             ManifestFile(entry.name, entry.size, f"{entry.digest:08x}", entry.part)
             for entry in order.files
         ),
+        data=tuple(DataPosition.of(position) for position in order.positions),
     )
 
 
@@ -160,7 +164,9 @@ class Committed(Struct, frozen=True):
     @property
     def stored(self) -> Stored:
         """What the ledger wants to know of it."""
-        return Stored(self.manifest.version, self.manifest.shape)
+        manifest = self.manifest
+        positions = tuple(entry.position() for entry in manifest.data)
+        return Stored(manifest.version, manifest.shape, positions)
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest | None:

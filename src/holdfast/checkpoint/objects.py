@@ -15,7 +15,7 @@ import fsspec
 from crc32c import crc32c
 
 from holdfast.checkpoint.digests import CHUNK, chunks_of, combine
-from holdfast.checkpoint.storage_port import readable_size
+from holdfast.checkpoint.storage_port import Moved, readable_size
 from holdfast.model.errors import RejectedError, RetryableError, UsageError
 from holdfast.runtime.observe import wall_clock
 
@@ -49,7 +49,9 @@ class ObjectStorage:
     def full(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}"
 
-    def write(self, path: str, data: memoryview, writers: int) -> int:
+    def write(
+        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+    ) -> int:
         # Large objects go up piece by piece; one that is not finished never becomes visible.
         piece = max(CHUNK, len(data) // _PIECES_MAX + 1)
         crcs = []
@@ -58,6 +60,7 @@ class ObjectStorage:
                 with data[offset : offset + size] as view:
                     crcs.append(int(crc32c(view)))
                     file.write(view)
+                moved(size)
         self._check_size(path, len(data))
         return combine(crcs)
 

@@ -8,7 +8,6 @@ RetryableError: the peer cannot be reached, or not in time. RejectedError: it sa
 StateError: what it sent is not what it should be.
 """
 
-import ssl
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from holdfast.checkpoint.peer_server import SlotReader
 from holdfast.checkpoint.receivers import PIECE, check_announced, check_room, seal_verified
 from holdfast.checkpoint.slots import Slot, SlotMeta
 from holdfast.checkpoint.wire import IDLE_S, Wire
+from holdfast.model.checkpoint import NONE, Version
 from holdfast.model.errors import ProtocolError, RetryableError, StateError
 from holdfast.model.parity import Block
 from holdfast.protocol import messages as m
@@ -33,7 +33,8 @@ from holdfast.protocol.checkpoints import PartBytes, PartGet, PartPut, PartWante
 from holdfast.runtime.blocking import refusal
 
 ATTEMPTS = 4
-"""How often one connection is opened, at most, without any progress between."""
+"""How often one connection is opened, at most, without any progress between; half as often when
+it was a time-out that ended it."""
 
 CONNECTIONS = 2
 """How many carry one large part: one alone does not fill a fast network."""
@@ -49,11 +50,12 @@ class PeerClient:
     """Another agent's byte service. Any thread may use it; all calls block."""
 
     def __init__(
-        self, address: str, token: bytes, tls: ssl.SSLContext | None, idle_s: float = IDLE_S
+        self, address: str, token: bytes, certificate: str | None, idle_s: float = IDLE_S
     ) -> None:
+        """`certificate` is the fingerprint of the agent's certificate; None: without TLS."""
         self.address = address
         self._token = token
-        self._tls = tls
+        self._certificate = certificate
         self._idle_s = idle_s
 
     def look(self, get: PartGet, timeout_s: float) -> PartBytes:
@@ -88,17 +90,35 @@ class PeerClient:
         finally:
             reader.close()
 
-    def put(self, directory: str, round: int, part: SlotReader, timeout_s: float) -> None:
-        """Leave a copy of a part there; returns once it is sealed there."""
-        put = _announce(directory, round, part)
+    def put(
+        self,
+        directory: str,
+        round: int,
+        part: SlotReader,
+        timeout_s: float,
+        *,
+        safe: Version = NONE,
+    ) -> None:
+        """Leave a copy of a part there; returns once it is sealed there.
+
+        What is kept there of the version `safe` is not given up for it.
+        """
+        put = _announce(directory, round, part, safe)
         with part.slot.data[: put.total] as image:
             self._put(put, image, timeout_s)
 
     def put_stripe(
-        self, directory: str, round: int, part: SlotReader, block: Block, timeout_s: float
+        self,
+        directory: str,
+        round: int,
+        part: SlotReader,
+        block: Block,
+        timeout_s: float,
+        *,
+        safe: Version = NONE,
     ) -> None:
         """Add this part's stripe to the parity block that is kept there."""
-        put = _announce(directory, round, part)
+        put = _announce(directory, round, part, safe)
         stripe = block.stripe_of(put.holding.part)
         begin, end = stripe_range(put.total, len(block.ranks), stripe)
         with part.slot.data[begin:end] as bytes_of_stripe:
@@ -108,21 +128,27 @@ class PeerClient:
             self._put(put, bytes_of_stripe, timeout_s)
 
     def _put(self, put: PartPut, image: memoryview, timeout_s: float) -> None:
+        arrived = 0
+
         def send(wire: Wire, went_on: Callable[[], None]) -> None:
+            nonlocal arrived
             wanted = _accepted(wire.ask(put))
             if not isinstance(wanted, PartWanted) or not 0 <= wanted.offset <= len(image):
                 raise ProtocolError(f"{self.address} answered {wanted!r} to a part")
+            if wanted.offset > arrived:
+                # Only this is progress: what was sent may never have arrived.
+                arrived = wanted.offset
+                went_on()
             for start in range(wanted.offset, len(image), PIECE):
                 with image[start : start + PIECE] as piece:
                     wire.send_view(piece)
-                went_on()
             _accepted(wire.answer())
 
         self._retried(time.monotonic() + timeout_s, send)
 
     def connect(self, until: float) -> Wire:
         """A new connection; OSError if there is none to be had."""
-        return Wire.connect(self.address, self._token, self._tls, until, self._idle_s)
+        return Wire.connect(self.address, self._token, self._certificate, until, self._idle_s)
 
     def _retried(self, until: float, use: Callable[[Wire, Callable[[], None]], Result]) -> Result:
         """Do something over a connection, again when it breaks; whoever gets on may go on."""
@@ -148,7 +174,8 @@ class _Tries:
 
     def broke(self, error: OSError) -> None:
         """Wait a little before the next try; RetryableError if there shall be none."""
-        self._left -= 1
+        # Silence has cost the whole patience with it already.
+        self._left -= 2 if isinstance(error, TimeoutError) else 1
         pause_s = _PAUSE_S * (ATTEMPTS - self._left)
         if self._left <= 0 or time.monotonic() + pause_s >= self._until:
             raise RetryableError(f"the peer {self._address} broke off: {error}") from error
@@ -262,9 +289,9 @@ class PeerReader:
                 return answer
 
 
-def _announce(directory: str, round: int, part: SlotReader) -> PartPut:
+def _announce(directory: str, round: int, part: SlotReader, safe: Version) -> PartPut:
     offer = part.offer
-    return PartPut(directory, round, offer.holding, offer.total, offer.meta_digest)
+    return PartPut(directory, round, offer.holding, offer.total, offer.meta_digest, safe=safe)
 
 
 def _ask(wire: Wire, get: PartGet) -> PartBytes:

@@ -11,7 +11,7 @@ from holdfast.checkpoint.digests import chunks_of, combine
 from holdfast.checkpoint.manifest import Committed, is_safe_name
 from holdfast.checkpoint.places import place_of
 from holdfast.checkpoint.slots import Slot, SlotFile, SlotMeta, lay_out
-from holdfast.checkpoint.storage_port import Patience, Storage, persistently, readable_size
+from holdfast.checkpoint.storage_port import Moved, Patience, Storage, persistently, readable_size
 from holdfast.model.checkpoint import FileEntry, Series
 from holdfast.model.errors import RejectedError, StateError
 
@@ -30,12 +30,13 @@ def write_part(
     *,
     patience: Patience | None = None,
     stop: threading.Event | None = None,
-    writers: int = WRITERS,
+    moved: Moved = lambda size: None,
 ) -> tuple[FileEntry, ...]:
     """Write every file of a sealed slot to the attempt's place, durably.
 
-    The caller has pinned the slot. RetryableError when the storage was out of order for longer than
-    `patience`, RejectedError when it says no, StateError when the slot was not left alone.
+    The caller has pinned the slot. `moved` is told of progress, in whichever thread. RetryableError
+    when the storage was out of order for longer than `patience`, RejectedError when it says no,
+    StateError when the slot was not left alone.
     """
     meta = slot.read()
     if meta is None:
@@ -46,7 +47,7 @@ def write_part(
         what, lambda: place_of(storage, series, attempt, meta.version.step), patience, stop
     )
     entries = tuple(
-        _write_file(storage, place, slot, meta.part, file, writers, patience, stop)
+        _write_file(storage, place, slot, meta.part, file, moved, patience, stop)
         for file in meta.files
     )
     what = f"{storage.full(place)} could not be synced"
@@ -65,7 +66,7 @@ def _write_file(
     slot: Slot,
     part: str,
     file: SlotFile,
-    writers: int,
+    moved: Moved,
     patience: Patience,
     stop: threading.Event,
 ) -> FileEntry:
@@ -77,7 +78,9 @@ def _write_file(
     if free is not None:
         what += f" ({readable_size(free)} were free there)"
     with slot.data[file.offset : file.offset + file.length] as data:
-        digest = persistently(what, lambda: storage.write(path, data, writers), patience, stop)
+        digest = persistently(
+            what, lambda: storage.write(path, data, WRITERS, moved), patience, stop
+        )
     return FileEntry(file.name, file.length, digest, part)
 
 

@@ -23,7 +23,7 @@ from crc32c import crc32c
 
 from holdfast.checkpoint.digests import chunks_of, combine
 from holdfast.checkpoint.memory import low_priority
-from holdfast.checkpoint.storage_port import HIDDEN, readable_size
+from holdfast.checkpoint.storage_port import HIDDEN, Moved, readable_size
 from holdfast.model.errors import RetryableError
 
 _PAGE = 4096
@@ -46,12 +46,14 @@ class PosixStorage:
     def full(self, path: str) -> str:
         return str(self._root / path)
 
-    def write(self, path: str, data: memoryview, writers: int) -> int:
+    def write(
+        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+    ) -> int:
         place = self._root / path
         place.parent.mkdir(parents=True, exist_ok=True)
         with _opened_for_writing(place, len(data)) as fd:
             body = len(data) // _PAGE * _PAGE
-            crcs = _write_chunks(fd, data, body, writers)
+            crcs = _write_chunks(fd, data, body, writers, moved)
             if body < len(data):
                 _leave_direct(fd)  # It takes whole pages only.
                 _write_all(fd, data[body:], body)
@@ -220,7 +222,7 @@ def _set_aside(fd: int, size: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def _write_chunks(fd: int, data: memoryview, body: int, writers: int) -> list[int]:
+def _write_chunks(fd: int, data: memoryview, body: int, writers: int, moved: Moved) -> list[int]:
     """Write the whole pages of the data, and check all of it; returns the chunks' CRC-32Cs."""
 
     def write_chunk(chunk: tuple[int, int]) -> int:
@@ -228,6 +230,7 @@ def _write_chunks(fd: int, data: memoryview, body: int, writers: int) -> list[in
         with data[offset : offset + size] as view:
             crc = int(crc32c(view))
             _write_all(fd, view[: max(0, body - offset)], offset)
+        moved(size)
         return crc
 
     chunks = list(chunks_of(len(data)))

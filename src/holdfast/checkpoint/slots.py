@@ -82,11 +82,6 @@ def file_size(data_length: int) -> int:
     return HEADER + align(data_length) + META_MAX
 
 
-def needed(files: Iterable[tuple[str, int]]) -> int:
-    """How large a slot's file must be for files of these names and lengths."""
-    return file_size(lay_out(files)[1])
-
-
 class _Header(Struct, frozen=True):
     state: int
     version: Version

@@ -22,6 +22,9 @@ HIDDEN = ".holdfast"
 
 Result = TypeVar("Result")
 
+Moved = Callable[[int], None]
+"""Told how many more bytes have gone to a storage."""
+
 TRANSIENT = frozenset(
     {
         errno.EAGAIN,
@@ -64,8 +67,13 @@ class Storage(Protocol):
     def full(self, path: str) -> str:
         """The whole name, for messages."""
 
-    def write(self, path: str, data: memoryview, writers: int) -> int:
-        """A new file with this content, replacing one of that name; returns its digest."""
+    def write(
+        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+    ) -> int:
+        """A new file with this content, replacing one of that name; returns its digest.
+
+        `moved` is told of every run of bytes that has gone there, in whichever thread.
+        """
 
     def put(self, path: str, content: bytes) -> None:
         """Replace a small file in one move: a reader sees the old content or the new."""

@@ -7,14 +7,13 @@ time-out: a peer that dies or stops in the middle of a frame, or of the bytes, i
 
 import contextlib
 import socket
-import ssl
 import time
 
-from holdfast.model.errors import AuthError, ProtocolError
+from holdfast.model.errors import ProtocolError
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 from holdfast.runtime.blocking import HANDSHAKE_S, demand_token, dial, left, prove_token
-from holdfast.runtime.transport import split_address
+from holdfast.runtime.tls import secure_pinned
 
 IDLE_S = 30.0
 """A peer that neither sends nor takes a byte for this long is given up."""
@@ -40,17 +39,20 @@ class Wire:
         cls,
         address: str,
         token: bytes,
-        tls: ssl.SSLContext | None,
+        certificate: str | None,
         deadline: float,
         idle_s: float = IDLE_S,
     ) -> "Wire":
-        """A connection on which both sides have proved the token; OSError if nobody answers."""
+        """A connection on which both sides have proved the token; OSError if nobody answers.
+
+        `certificate` is the fingerprint of the only one that is accepted; None: without TLS.
+        """
         timeout_s = min(HANDSHAKE_S, idle_s, left(deadline))
         with contextlib.ExitStack() as undo:
             peer = dial(address, timeout_s)
             undo.callback(peer.close)
-            if tls is not None:
-                peer = _with_tls(peer, address, tls)
+            if certificate is not None:
+                peer = secure_pinned(peer, address, certificate)
                 undo.callback(peer.close)
             wire = cls(peer, min(deadline, time.monotonic() + timeout_s), idle_s)
             prove_token(address, token, wire.send_bytes, wire.receive)
@@ -147,13 +149,3 @@ def interrupt(peer: socket.socket) -> None:
     with contextlib.suppress(OSError):
         # Not the TLS socket's own: it would take the state away from under the other thread.
         socket.socket.shutdown(peer, socket.SHUT_RDWR)
-
-
-def _with_tls(peer: socket.socket, address: str, tls: ssl.SSLContext) -> ssl.SSLSocket:
-    try:
-        return tls.wrap_socket(peer, server_hostname=split_address(address)[0])
-    except ssl.SSLCertVerificationError as exc:
-        # It is an OSError too, but trying again would not help.
-        raise AuthError(
-            f"{address}: its certificate is not trusted here ({exc.verify_message})"
-        ) from exc

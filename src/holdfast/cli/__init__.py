@@ -45,7 +45,7 @@ def _dispatch(words: list[str]) -> int:
         from holdfast.cli import node
 
         return node.main(words[1:])
-    from holdfast.cli import ckpt, demo, master, status
+    from holdfast.cli import ckpt, data, demo, master, status
 
     parser = _Parser(
         prog="holdfast",
@@ -56,7 +56,7 @@ def _dispatch(words: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("run", help="train: torchrun's flags, and a job that survives failures")
-    for command in (master, status, ckpt, demo):
+    for command in (master, status, ckpt, data, demo):
         command.add_parser(commands)
     arguments = parser.parse_args(words)
     code: int = arguments.run(arguments)

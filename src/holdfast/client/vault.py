@@ -14,6 +14,7 @@ from holdfast.model.checkpoint import NONE, Series, Shape, Version
 from holdfast.model.errors import RetryableError, TimedOutError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
+from holdfast.protocol.data import Mark
 from holdfast.runtime.settings import WorkerPlace, worker_place, worker_settings
 from holdfast.runtime.token import read_token
 
@@ -59,10 +60,32 @@ class VaultClient:
         return self._agent.ask(c.SlotAsk(self._directory, part, step, size), c.SlotGrant, SLOT_S)
 
     def sealed(
-        self, part: str, version: Version, shape: Shape, path: str, *, persist: bool
+        self,
+        part: str,
+        version: Version,
+        shape: Shape,
+        path: str,
+        *,
+        persist: bool,
+        waited_s: float = 0.0,
+        marks: tuple[Mark, ...] | None = None,
     ) -> None:
-        """Say that the slot is sealed; with `persist` the whole step goes to storage."""
-        request = c.SlotSealed(self._directory, part, version, shape, path, persist)
+        """Say that the slot is sealed; with `persist` the whole step goes to storage.
+
+        `waited_s`: how long the training waited for it, for those who look at metrics. `marks`: how
+        far this rank was in data that follow the series, with its own part; None: there are none.
+        """
+        request = c.SlotSealed(
+            self._directory,
+            part,
+            version,
+            shape,
+            path,
+            persist,
+            waited_s,
+            follows=marks is not None,
+            marks=marks or (),
+        )
         self._agent.ask(request, m.Done, ANSWER_S)
 
     def restore(

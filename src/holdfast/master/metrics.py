@@ -6,7 +6,7 @@ jobs or hosts, no reasons.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
@@ -14,12 +14,13 @@ from prometheus_client import generate_latest as render
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from holdfast.master.view import JobView, ProgressView
+from holdfast.master.view import CheckpointsView, JobView, ProgressView, SavingView
 from holdfast.model.node import Phase
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _JOB_STATES = ("running", "succeeded", "failed")
+_SOURCES = ("memory", "peer", "parity", "storage")
 
 
 class Metrics:
@@ -46,6 +47,7 @@ class _JobCollector(Collector):
         job = msgspec.convert(self._view(), JobView)
         yield from _of_the_job(job)
         yield from _of_the_progress(job.progress)
+        yield from _of_the_checkpoints(job.saving, job.checkpoints)
 
 
 def _of_the_job(job: JobView) -> Iterator[Metric]:
@@ -92,11 +94,45 @@ def _of_the_progress(progress: ProgressView) -> Iterator[Metric]:
     )
 
 
+def _of_the_checkpoints(
+    saving: SavingView, directories: tuple[CheckpointsView, ...]
+) -> Iterator[Metric]:
+    counters = {
+        "memory_saves": ("Steps saved to memory.", saving.saves),
+        "memory_save_seconds": ("Seconds that the training waited for these.", saving.waited_s),
+        "written_bytes": ("Bytes brought to storage, by all nodes.", saving.written_bytes),
+        "write_seconds": ("Seconds spent on that, by all nodes.", saving.written_s),
+        "commits": ("Steps committed on storage.", saving.commits),
+        "failed_attempts": ("Steps that did not reach storage.", saving.failures),
+    }
+    for name, (text, value) in counters.items():
+        yield CounterMetricFamily(f"holdfast_checkpoint_{name}", text, value=value)
+    restored = CounterMetricFamily(
+        "holdfast_checkpoint_restored_parts", "Parts restored, by source.", labels=["source"]
+    )
+    for source in _SOURCES:
+        restored.add_metric([source], saving.restored.get(source, 0))
+    yield restored
+    steps = {
+        "memory": saving.memory_step,
+        "peers": max((one.safe for one in directories), default=-1),
+        "storage": max((one.committed for one in directories), default=-1),
+    }
+    yield _gauges("holdfast_checkpoint_step", "The newest step by tier, or -1.", "tier", steps)
+    ages = {"memory": saving.memory_age_s, "storage": saving.storage_age_s}
+    yield _gauges(
+        "holdfast_checkpoint_age_seconds",
+        "How old the newest step of the tier is; nothing where that is not known.",
+        "tier",
+        {tier: age_s for tier, age_s in ages.items() if age_s >= 0},
+    )
+
+
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _gauges(name: str, text: str, label: str, values: dict[str, float] | Counter[str]) -> Metric:
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)

@@ -2,6 +2,7 @@
 """The master's links: frames become events, commands become frames."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import cast
 
@@ -16,6 +17,7 @@ from holdfast.model.ids import NodeId
 from holdfast.ports.platform import Order, Platform
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
+from holdfast.protocol.data import DataCall, DataMarked
 from holdfast.protocol.services import FROM_WORKERS
 from holdfast.runtime.observe import Say
 from holdfast.runtime.transport import Link
@@ -27,8 +29,11 @@ PROGRESS_S = 1.0
 """How often those who follow the job hear of its progress, at most."""
 
 FAREWELL_S = 15.0
-"""How long a finished master waits for its agents to hang up."""
+"""How long a finished master waits for an agent of which it hears nothing."""
 
+FLUSH_S = 360.0
+"""How long it waits for agents that beat, while nothing new reaches storage. Agents give up earlier
+by themselves (END_S in agent/agent.py), so what they hold in memory gets there if it can."""
 
 _DONE = m.Done()
 
@@ -61,6 +66,9 @@ class Service:
         self._is_finishing = False
         self._progress_told_at = -PROGRESS_S
         self._all_told = asyncio.Event()
+        #: When an agent was heard last, and when one got on with its checkpoints; kept at the end.
+        self._heard_at = self._moved_at = 0.0
+        self._written: dict[NodeId, int] = {}
 
     def connect_core(self, feed: Callable[[Event], None]) -> None:
         """Where events go. Set once, before anything is served."""
@@ -86,6 +94,8 @@ class Service:
 
     def received(self, link: Link, frame: m.Frame) -> None:
         body = frame.body
+        if self._is_finishing:
+            self._note_life(link, body)
         if isinstance(body, m.Beat):
             node_id = self._node_of.get(link.number)
             if node_id is not None:
@@ -93,7 +103,7 @@ class Service:
                 link.send(_DONE, frame.call)
                 if self._followers:
                     self._tell_progress()
-        elif type(body) in FROM_WORKERS:
+        elif type(body) in FROM_WORKERS and not isinstance(body, DataCall):
             node_id = self._node_of.get(link.number, NOBODY)
             request = cast(m.KvCall, body)
             self._feed(
@@ -108,10 +118,10 @@ class Service:
         elif isinstance(body, m.StopJob):
             self._feed(ev.StopRequested(link.number, frame.call, body.reason))
         else:
-            self._from_agent(link, frame.call, body)
+            self._from_agent(link, frame)
 
-    def _from_agent(self, link: Link, call: int, body: m.AnyMessage) -> None:
-        node_id = self._node_of.get(link.number)
+    def _from_agent(self, link: Link, frame: m.Frame) -> None:
+        body, call, node_id = frame.body, frame.call, self._node_of.get(link.number)
         if node_id is None:
             refusal = f"{type(body).__name__} came before the agent was attached"
             link.send(m.Refused("rejected", refusal), call)
@@ -129,6 +139,12 @@ class Service:
                 self._feed(ev.DoneReported(node_id, link.number, call, body))
             case m.Leave():
                 self._feed(ev.LeaveRequested(node_id, link.number, call, body.reason))
+            case _ if isinstance(body, DataCall):
+                # Leases go back when their node is lost: only nodes of the job may have some.
+                asked = (node_id, link.number, call, frame.session, frame.seq, body)
+                self._feed(ev.DataRequested(*asked))
+            case DataMarked():
+                self._feed(ev.DataMarks(node_id, link.number, call, body))
             case _ if isinstance(body, CheckpointCall):
                 self._feed(ev.CheckpointRequested(node_id, link.number, call, body))
             case _:
@@ -230,15 +246,41 @@ class Service:
         for link in list(self._link_of.values()):
             link.send(end)
         if self._in_job:
-            self._all_told.clear()
-            try:
-                await asyncio.wait_for(self._all_told.wait(), FAREWELL_S)
-            except TimeoutError:
-                self._say(f"{len(self._in_job)} agents did not hang up within {FAREWELL_S:g} s")
+            await self._see_agents_off()
         if not self.finished.done():
             self.finished.set_result(end)
 
+    async def _see_agents_off(self) -> None:
+        """Wait until all hung up: what is in their memory may be on its way to storage."""
+        self._all_told.clear()
+        self._heard_at = self._moved_at = self._now()
+        while self._in_job:
+            left_s = min(self._heard_at + FAREWELL_S, self._moved_at + FLUSH_S) - self._now()
+            if left_s <= 0:
+                quiet_s = self._now() - self._heard_at
+                self._say(
+                    f"{len(self._in_job)} agents did not hang up; "
+                    f"the last of them was heard {quiet_s:.0f} s ago"
+                )
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_told.wait(), left_s)
+
+    def _note_life(self, link: Link, body: m.AnyMessage) -> None:
+        """An agent that has not hung up yet was heard; it may have got on with its checkpoints."""
+        node_id = self._node_of.get(link.number)
+        if node_id is None:
+            return
+        self._heard_at = self._now()
+        written = 0
+        if isinstance(body, m.Beat) and body.checkpoints is not None:
+            written = body.checkpoints.written_bytes
+        if isinstance(body, CheckpointCall) or written > self._written.get(node_id, 0):
+            self._moved_at = self._heard_at
+        self._written[node_id] = max(written, self._written.get(node_id, 0))
+
     def _out_of_job(self, node_id: NodeId) -> None:
         self._in_job.discard(node_id)
+        self._moved_at = self._now()
         if not self._in_job:
             self._all_told.set()

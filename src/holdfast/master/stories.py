@@ -68,6 +68,34 @@ def _tell_of_checkpoints(event: Event) -> str:
         case ev.AttemptFailed():
             step, where = event.version.step, event.directory
             return f"step {step} did not reach {where}, older ones are untouched: {event.why}"
+        case ev.CopyFailed():
+            return f"copies of {event.directory} on other nodes: {event.why}"
+        case ev.CopiesResumed():
+            return f"step {event.version.step} of {event.directory} is safe on other nodes again"
+    return _tell_of_data(event)
+
+
+def _tell_of_data(event: Event) -> str:
+    match event:
+        case ev.DatasetRegistered():
+            what = event.dataset
+            epochs = _count(what.epochs, "epoch") if what.epochs else "epochs without end"
+            with_it = f", its position goes with {what.series}" if what.series else ""
+            return f"dataset {what.name} ({what.kind}) is registered: {epochs}{with_it}"
+        case ev.DatasetRestored():
+            if event.problem:
+                return f"nobody can read from dataset {event.name}: {event.problem}"
+            return f"dataset {event.name} is back where the model is, in epoch {event.epoch}"
+        case ev.EpochOver():
+            of = f" of {event.epochs}" if event.epochs else ""
+            return f"dataset {event.name}: epoch {event.epoch}{of} is over"
+        case ev.PieceSetAside():
+            piece = event.piece
+            where = f"{piece.begin} to {piece.end} of extent {piece.extent}, epoch {piece.epoch}"
+            return (
+                f"dataset {event.name}: {where}, failed {_count(event.attempts, 'time')} and is "
+                f"set aside: {event.why}"
+            )
     return ""
 
 

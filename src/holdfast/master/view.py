@@ -79,6 +79,63 @@ class CheckpointsView(Struct, frozen=True):
     """Why the last try did not get there; empty if it did."""
 
 
+class SavingView(Struct, frozen=True):
+    """The checkpoints of all directories in numbers; an age is -1 where nothing is known."""
+
+    saves: int = 0
+    """Steps saved to memory."""
+    waited_s: float = 0.0
+    """How long the training waited for that."""
+    memory_step: int = -1
+    """The newest step that every node of the world has in memory."""
+    memory_age_s: float = -1.0
+    written_bytes: int = 0
+    """Brought to storage, with what was not committed in the end."""
+    written_s: float = 0.0
+    restored: dict[str, int] = {}
+    """Parts made readable for workers, by where they came from."""
+    commits: int = 0
+    failures: int = 0
+    """Steps that did not reach storage."""
+    storage_age_s: float = -1.0
+    """Since the last commit that this master saw."""
+
+
+class LeaseView(Struct, frozen=True):
+    """A piece of a dataset in the hands of one worker."""
+
+    number: int
+    node_id: int = -1
+    round: int = 0
+    piece: dict[str, int] = {}
+    consumed: int = 0
+
+
+class DatasetView(Struct, frozen=True):
+    """How far a dataset is; -1 where nobody can know."""
+
+    name: str
+    kind: str = ""
+    task: str = ""
+    follows: str = ""
+    """The directory of checkpoints that its position goes with."""
+    epoch: int = 0
+    epochs: int = 0
+    is_over: bool = False
+    consumed: int = 0
+    """Of this epoch, in records, bytes of lines, or offsets; about."""
+    size: int = -1
+    per_s: float = 0.0
+    epoch_left_s: float = -1.0
+    leases: tuple[LeaseView, ...] = ()
+    leases_total: int = 0
+    open_total: int = 0
+    """Pieces that came back and wait for a worker."""
+    set_aside: tuple[dict[str, int | str], ...] = ()
+    set_aside_total: int = 0
+    problem: str = ""
+
+
 class JobView(Struct, frozen=True):
     """The whole job, as /api/v1/job shows it."""
 
@@ -93,3 +150,5 @@ class JobView(Struct, frozen=True):
     progress: ProgressView = field(default_factory=ProgressView)
     store: StoreView = field(default_factory=StoreView)
     checkpoints: tuple[CheckpointsView, ...] = ()
+    saving: SavingView = field(default_factory=SavingView)
+    datasets: tuple[DatasetView, ...] = ()

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
+from holdfast.model.dataset import Position
+
 SHARED = "shared"
 """The part that is the same on every rank; any one copy of it serves all."""
 
@@ -21,6 +23,11 @@ SHARED = "shared"
 def rank_part(rank: int) -> str:
     """The name of the part that belongs to one rank."""
     return f"rank-{rank:05d}"
+
+
+def rank_of(part: str) -> int:
+    """The rank that a part belongs to."""
+    return int(part.removeprefix("rank-"))
 
 
 class Version(Struct, frozen=True, array_like=True, order=True):
@@ -81,6 +88,8 @@ class Stored(Struct, frozen=True, array_like=True):
 
     version: Version
     shape: Shape
+    positions: tuple[Position, ...] = ()
+    """Of the datasets that follow the directory, as they were when it was saved."""
 
 
 class Series(Struct, frozen=True, array_like=True):

@@ -23,6 +23,8 @@ class Member(Struct, frozen=True, kw_only=True, array_like=True):
     """Where the node stands, e.g. its switch: nodes of equal topology are kept together."""
     peer_port: int = 0
     """Where its agent serves parts of checkpoints; 0 if nowhere."""
+    peer_certificate: str = ""
+    """The fingerprint of the only certificate that its agent shows there; empty without TLS."""
 
 
 class World(Struct, frozen=True, kw_only=True, array_like=True):

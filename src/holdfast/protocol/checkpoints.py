@@ -12,7 +12,9 @@ from holdfast.model.checkpoint import (
     Stored,
     Version,
 )
+from holdfast.model.dataset import Position
 from holdfast.protocol.base import Message
+from holdfast.protocol.data import Mark
 
 # ---- worker to agent, answered by the agent ------------------------------------------------------
 
@@ -67,6 +69,12 @@ class SlotSealed(Message, frozen=True):
     path: str
     persist: bool
     """True when this step shall go to storage."""
+    waited_s: float = 0.0
+    """How long the training waited for it."""
+    follows: bool = False
+    """True when data are read with respect to this directory: then `marks` counts, be it empty."""
+    marks: tuple[Mark, ...] = ()
+    """How far this rank was in them when it saved; with the rank's own part only."""
 
 
 class RestoreAsk(Message, frozen=True):
@@ -143,6 +151,24 @@ class StepsRemove(Message, frozen=True):
 # ---- agent to master ---------------------------------------------------------------
 
 
+class Tally(Struct, frozen=True, array_like=True):
+    """What became of the checkpoints on a node since its agent started. It travels in beats."""
+
+    saves: int
+    """Steps saved to memory while this node was the first of its world: all nodes saved them."""
+    waited_s: float
+    """How long the training waited for those."""
+    step: int
+    """The newest step in the memory of this node; -1 if there is none."""
+    age_s: float
+    """How long ago it was saved."""
+    written_bytes: int
+    """To storage."""
+    written_s: float
+    restored: dict[str, int]
+    """Parts made readable for workers: from "memory", "peer", "parity" or "storage"."""
+
+
 class BadCopy(Struct, frozen=True, array_like=True):
     """A copy that turned out to be unreadable or damaged."""
 
@@ -164,7 +190,8 @@ class NodeRestore(Message, frozen=True):
     round: int
     holdings: tuple[Holding, ...]
     stored: tuple[Stored, ...]
-    """What is committed on storage; only the node of rank 0 looks."""
+    """What is committed on storage; only the node of rank 0 looks. The positions of data are said
+    of the prepared version alone: a step agreed on is always prepared before."""
     prepared: Version
     wants: tuple[str, ...]
     """The parts whose places the answer shall tell."""
@@ -186,7 +213,7 @@ class Source(Struct, frozen=True, array_like=True):
     """"memory" (of this node), "peer", "parity" or "storage"."""
     node_id: int = -1
     address: str = ""
-    """The peer's byte service, "HOST:PORT"."""
+    """The peer's byte service, as in `Peer`."""
     digest: int = -1
     """What the bytes must add up to; -1 if nobody has computed it yet."""
     length: int = 0
@@ -205,6 +232,9 @@ class RestorePlan(Message, frozen=True):
     """How often worlds of this job broke, for those who choose their interval by it."""
     notes: tuple[str, ...] = ()
     """What was lost or passed over, in plain words."""
+    follows: bool = False
+    """True when somebody reads data with respect to this directory: then every node says with
+    every save how far its ranks are (DataMarked), be it that they read nothing."""
 
 
 class PartsLocate(Message, frozen=True):
@@ -293,6 +323,8 @@ class PeersAsk(Message, frozen=True):
 class Peer(Struct, frozen=True, array_like=True):
     node_id: int
     address: str
+    """"HOST:PORT"; under TLS "HOST:PORT#FINGERPRINT": only the certificate with this SHA-256 is
+    accepted there. They are one word so that nobody has the one without the other."""
     first_rank: int = 0
     """The ranks of a node follow each other from this one on; parity blocks are named by them."""
     nproc: int = 0
@@ -300,16 +332,35 @@ class Peer(Struct, frozen=True, array_like=True):
 
 class Peers(Message, frozen=True):
     peers: tuple[Peer, ...]
-    """Replicas: in the order of preference, more than asked for, as some may have no room.
-    Parity: the whole group in order, this node included."""
+    """Replicas: each of them gets a copy. Parity: the whole group in order, this node included."""
 
 
 class Replicated(Message, frozen=True):
-    """This node's parts of a version are safe on other nodes."""
+    """This node's parts of a version are on other nodes.
+
+    Held until every node of the round says the same (Done): then the version is safe, and older
+    ones may go. Refused when that will not be.
+    """
 
     directory: str
     round: int
     version: Version
+
+
+class CopyFailed(Message, frozen=True):
+    """A copy of this node's parts did not get through.
+
+    Answered with Peers: who gets copies instead, from now on; nobody: go on without.
+    """
+
+    directory: str
+    round: int
+    version: Version
+    problem: str
+    peer: int = -1
+    """The node id of the peer that it failed with; -1: no peer is to blame."""
+    replicas: int = 0
+    """How many peers are wanted; 0: no other peer would do."""
 
 
 # ---- master to agent, pushed -------------------------------------------------------
@@ -339,13 +390,8 @@ class CommitOrder(Message, frozen=True):
     shape: Shape
     attempt: str
     files: tuple[FileEntry, ...]
-
-
-class VersionSafe(Message, frozen=True):
-    """Every node's parts of this version are on other nodes too: older ones may go."""
-
-    directory: str
-    version: Version
+    positions: tuple[Position, ...] = ()
+    """Of the datasets that follow the directory: they go into the manifest."""
 
 
 # ---- agent to agent ----------------------------------------------------------------
@@ -388,6 +434,8 @@ class PartPut(Message, frozen=True):
     stripe follows; empty: the whole image."""
     stripe_digest: int = -1
     """For parity: over the stripe that follows."""
+    safe: Version = NONE
+    """The newest version that is safe: what is kept of it must not make room for this."""
 
 
 class PartWanted(Message, frozen=True):
@@ -406,6 +454,7 @@ CheckpointCall = (
     | FlushAsk
     | PeersAsk
     | Replicated
+    | CopyFailed
 )
 """What an agent asks the ledger of checkpoints."""
 
@@ -434,4 +483,4 @@ CheckpointAnswer = (
     | PersistPlan
     | Peers
 )
-CheckpointPush = InventoryWanted | PersistOrder | CommitOrder | VersionSafe
+CheckpointPush = InventoryWanted | PersistOrder | CommitOrder

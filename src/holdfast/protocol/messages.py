@@ -3,7 +3,8 @@
 
 Structs travel as MessagePack arrays that begin with the tag. A field is only ever added at the end
 and with a default, so that a newer peer is understood by an older one; golden bytes in tests/wire
-hold every message to that. Those about checkpoints are in protocol/checkpoints.py.
+hold every message to that. Those about checkpoints are in protocol/checkpoints.py, those about data
+in protocol/data.py.
 """
 
 from typing import Annotated
@@ -17,8 +18,10 @@ from holdfast.protocol.checkpoints import (
     CheckpointPush,
     PeerAnswer,
     PeerCall,
+    Tally,
     VaultCall,
 )
+from holdfast.protocol.data import DataAnswer, DataCall, DataMarked
 
 VERSION = 1
 """Raised when an older peer could no longer understand us."""
@@ -117,6 +120,8 @@ class Attach(Message, frozen=True):
     """True when the workers would start cold now, and a `Warmed` will follow."""
     peer_port: int = 0
     """Where other agents fetch and leave parts of checkpoints; 0 if nowhere."""
+    peer_certificate: str = ""
+    """The SHA-256 of the certificate that they find there, in hexadecimal; empty without TLS."""
 
 
 class Attached(Message, frozen=True):
@@ -214,6 +219,8 @@ class Beat(Message, frozen=True):
     """Cores in use by the workers."""
     memory: int
     """Bytes in use by the workers."""
+    checkpoints: Tally | None = None
+    """None as long as there is nothing to tell."""
 
 
 # ---- master to agent, pushed --------------------------------------------------------------------
@@ -413,7 +420,18 @@ KvCall = (
 """What a worker may ask, and an agent relays."""
 
 AgentCall = Attach | WorkersStarted | StoreOffered | Warmed | WorkersFailed | WorkersDone | Leave
-Call = KvCall | AgentCall | CheckpointCall | VaultCall | PeerCall | Beat | Observe | StopJob
+Call = (
+    KvCall
+    | AgentCall
+    | CheckpointCall
+    | VaultCall
+    | PeerCall
+    | DataCall
+    | DataMarked
+    | Beat
+    | Observe
+    | StopJob
+)
 Answer = (
     Done
     | Refused
@@ -425,6 +443,7 @@ Answer = (
     | Observed
     | CheckpointAnswer
     | PeerAnswer
+    | DataAnswer
 )
 Push = RunWorld | StopWork | Fenced | JobEnded | Story | CheckpointPush
 Handshake = Challenge | Proof | Welcome

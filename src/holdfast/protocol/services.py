@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from holdfast.protocol import checkpoints as c
+from holdfast.protocol import data as d
 from holdfast.protocol import messages as m
 
 
@@ -52,6 +53,7 @@ METHODS: dict[type[m.Message], Method] = {
         Method(c.FlushAsk, c.PersistState, mutates=False),
         Method(c.PeersAsk, c.Peers, mutates=False),
         Method(c.Replicated, m.Done, mutates=False),
+        Method(c.CopyFailed, c.Peers, mutates=False),
         Method(c.SeriesOpen, m.Done, mutates=False),
         Method(c.SlotReserve, c.SlotsReserved, mutates=False),
         Method(c.SlotAsk, c.SlotGrant, mutates=False),
@@ -63,6 +65,10 @@ METHODS: dict[type[m.Message], Method] = {
         Method(c.StepsRemove, m.Done, mutates=False),
         Method(c.PartGet, c.PartBytes, mutates=False),
         Method(c.PartPut, c.PartWanted, mutates=False),
+        Method(d.DatasetOpen, d.DatasetOpened, mutates=False),
+        Method(d.ShardsTake, d.ShardsTaken, mutates=True),
+        Method(d.ShardsAdd, m.Done, mutates=False),
+        Method(d.DataMarked, m.Done, mutates=False),
         Method(m.Observe, m.Observed, mutates=False),
         Method(m.StopJob, m.Done, mutates=False),
     )
@@ -71,6 +77,7 @@ METHODS: dict[type[m.Message], Method] = {
 FROM_WORKERS: frozenset[type[m.Message]] = frozenset(
     request
     for request in METHODS
-    if request.__name__.startswith(("Kv", "Queue")) or request is m.Barrier
+    if request.__name__.startswith(("Kv", "Queue", "Shards"))
+    or request in (m.Barrier, d.DatasetOpen)
 )
 """What an agent relays for its workers; anything else from a worker is refused."""

@@ -8,7 +8,16 @@ from holdfast.torch.store import HoldfastStore
 
 if TYPE_CHECKING:
     from holdfast.torch.checkpointer import MEMORY, STORAGE, Checkpointer, Saved, Tier
+    from holdfast.torch.data import (
+        ShardedIterableDataset,
+        ShardedLoader,
+        ShardedMapDataset,
+        in_step,
+    )
+    from holdfast.torch.loader import ElasticDataLoader
     from holdfast.torch.policies import Auto, EveryMinutes, EverySteps, KeepEvery, KeepLast
+    from holdfast.torch.sampler import ElasticDistributedSampler
+    from holdfast.torch.trainer import ElasticTrainer
 
 __all__ = [
     "Checkpointer",
@@ -21,12 +30,26 @@ __all__ = [
     "Auto",
     "KeepLast",
     "KeepEvery",
+    "ElasticDistributedSampler",
+    "ElasticDataLoader",
+    "ElasticTrainer",
+    "ShardedMapDataset",
+    "ShardedIterableDataset",
+    "ShardedLoader",
+    "in_step",
     "HoldfastStore",
 ]
 
 _MODULES = {
     **dict.fromkeys(("Checkpointer", "Saved", "Tier", "MEMORY", "STORAGE"), "checkpointer"),
     **dict.fromkeys(("EverySteps", "EveryMinutes", "Auto", "KeepLast", "KeepEvery"), "policies"),
+    "ElasticDistributedSampler": "sampler",
+    "ElasticDataLoader": "loader",
+    "ElasticTrainer": "trainer",
+    "ShardedMapDataset": "data",
+    "ShardedIterableDataset": "data",
+    "ShardedLoader": "data",
+    "in_step": "data",
 }
 
 

@@ -20,6 +20,7 @@ from holdfast.model.checkpoint import SHARED, Series, Shape, rank_part
 from holdfast.model.errors import UsageError
 from holdfast.torch import state
 from holdfast.torch.files import Files, FilesLoading, LoadedFiles, to_images
+from holdfast.torch.following import DataSource, Followers
 from holdfast.torch.images import Image
 from holdfast.torch.loading import StateLoading, hand_over
 from holdfast.torch.policies import Every, EverySteps, Keep, KeepEvery, KeepLast
@@ -59,6 +60,7 @@ class Checkpointer:
         keep: Keep | None = None,
         replicas: int = 0,
         parity: int = 0,
+        replicate_every: int = 1,
         slots: int | None = None,
         overlap: bool = False,
         breakpoint: bool = True,
@@ -72,9 +74,10 @@ class Checkpointer:
 
         `every` and `storage` say when a save without `to` goes to memory and to storage.
         `shared=False`: model and optimizer differ from rank to rank, though no tensor says so.
-        `slots`, `replicas`, `parity` and `breakpoint` are explained in docs/checkpoints.md,
-        the patterns of names in model/checkpoint.py.
+        `slots`, `replicas`, `parity`, `replicate_every` and `breakpoint` are explained in
+        docs/checkpoints.md, the patterns of names in model/checkpoint.py.
         """
+        _check_copies(replicas, parity, replicate_every)
         is_busy = overlap or storage is not None or replicas > 0 or parity > 0
         self.series = Series(
             directory=_absolute(os.fspath(directory)),
@@ -85,6 +88,7 @@ class Checkpointer:
             keep_every=keep.steps if isinstance(keep, KeepEvery) else 0,
             replicas=replicas,
             parity=parity,
+            replicate_every=replicate_every,
             slots=slots if slots is not None else 3 if is_busy else 2,
             breakpoint=breakpoint,
         )
@@ -96,7 +100,19 @@ class Checkpointer:
         self._overlap = overlap
         self._shared = shared
         self._timeout_s = timeout_s
+        self._followers = Followers()
         self._session: Session | None = None
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints go, as every process of the job calls it."""
+        return self.series.directory
+
+    def follow(self, source: DataSource) -> None:
+        """Save and restore the position of these data with the model: DataShards asks for it."""
+        if self._session is not None:
+            raise UsageError("Data must follow a Checkpointer before its first save or load.")
+        self._followers.add(source)
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -179,7 +195,8 @@ class Checkpointer:
         hooked: Iterable[torch.nn.Module | torch.optim.Optimizer] = (),
     ) -> Saved:
         is_overlapped = self._overlap if overlap is None else overlap
-        why = self._opened().write(step, parts, shape, tier, hooked if is_overlapped else None)
+        gated = hooked if is_overlapped else None
+        why = self._opened().write(step, parts, shape, tier, gated, began)
         return Saved(step, not why, tier, time.monotonic() - began, why)
 
     # ---- loading --------------------------------------------------------------------------------
@@ -202,7 +219,7 @@ class Checkpointer:
         session = self._opened()
         session.settle()
         loading = StateLoading(
-            model, optimizer, session.sharded, session.copier, self._timeout_s, allow_pickle
+            model, optimizer, lambda: session.sharded, session.copier, self._timeout_s, allow_pickle
         )
         plan, parts = agree(
             session.client, loading, -1 if step is None else _checked(step), self._timeout_s
@@ -221,6 +238,7 @@ class Checkpointer:
             if isinstance(rng, dict) and not loading.is_substitute:
                 set_rng_state(rng)
             loaded = plan.version.step
+        self._followers.restored()
         if model is not None or optimizer is not None:
             session.reserve(model, optimizer, allow_pickle)
         return loaded
@@ -238,6 +256,7 @@ class Checkpointer:
             session.client, loading, -1 if step is None else _checked(step), self._timeout_s
         )
         session.agreed(plan)
+        self._followers.restored()
         return None if opened is None else loading.files(opened)
 
     # ---- the rest -------------------------------------------------------------------------------
@@ -269,7 +288,13 @@ class Checkpointer:
     def _opened(self) -> Session:
         if self._session is None:
             self._session = Session(
-                self.series, self._every, self._storage, self._keep, self._shared, self._timeout_s
+                self.series,
+                self._every,
+                self._storage,
+                self._keep,
+                self._shared,
+                self._timeout_s,
+                self._followers,
             )
         return self._session
 
@@ -286,6 +311,22 @@ def _keep_last(keep: Keep | None) -> int:
     if isinstance(keep, KeepLast):
         return keep.count
     return keep.last if isinstance(keep, KeepEvery) else 0
+
+
+def _check_copies(replicas: int, parity: int, replicate_every: int) -> None:
+    if replicas < 0 or parity < 0 or parity == 1:
+        raise UsageError(
+            f"replicas is a number of nodes and parity the size of a group of at least 2, "
+            f"not {replicas} and {parity}"
+        )
+    if replicas and parity:
+        raise UsageError("replicas and parity protect from the same thing: choose one of them")
+    if replicate_every < 1:
+        raise UsageError(f"replicate_every is a number of steps from 1 on, not {replicate_every}")
+    if replicate_every > 1 and not (replicas or parity):
+        raise UsageError(
+            f"replicate_every={replicate_every} has nothing to do without replicas or parity"
+        )
 
 
 def _checked(step: int) -> int:

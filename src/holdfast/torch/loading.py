@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a state into live objects, whichever way it was saved: plain or sharded."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.copier import Copier
 from holdfast.model.checkpoint import rank_part
 from holdfast.model.errors import UsageError
-from holdfast.torch import plain, sharded, state
+from holdfast.torch import plain, sharding, state
 from holdfast.torch.restore import Loading, OpenPart, Parts
+
+if TYPE_CHECKING:
+    from holdfast.torch.sharded import Sharded
 
 
 class StateLoading:
@@ -17,15 +21,18 @@ class StateLoading:
         self,
         model: object,
         optimizer: object,
-        sharded_states: sharded.Sharded,
+        sharded: "Callable[[], Sharded]",
         copier: Copier,
         timeout_s: float,
         allow_pickle: bool,
     ) -> None:
+        """`sharded` is called only if something here is sharded."""
         self.is_substitute = False
         """Whether this rank's own part is another rank's."""
-        self._is_sharded = sharded.is_sharded(model, optimizer)
-        self._sharded: Loading = sharded_states.loading(model, optimizer, allow_pickle)
+        self._is_sharded = sharding.is_sharded(model, optimizer)
+        self._sharded: Callable[[], Loading] = lambda: sharded().loading(
+            model, optimizer, allow_pickle
+        )
         self._plain: Loading = plain.PlainLoading(model, optimizer, copier, timeout_s, allow_pickle)
         self._chosen: Loading = self._plain
 
@@ -35,8 +42,8 @@ class StateLoading:
         rank = parts.rank if parts.shape.shared else parts.rank % parts.shape.world_size
         own = parts.open([rank_part(rank)])[rank_part(rank)]
         self.is_substitute = own.part != wanted
-        is_sharded = _kind(own) == sharded.KIND or self._is_sharded
-        self._chosen = self._sharded if is_sharded else self._plain
+        is_sharded = _kind(own) == sharding.KIND or self._is_sharded
+        self._chosen = self._sharded() if is_sharded else self._plain
         self._chosen.prepare(parts)
 
     def fill(self) -> dict[str, object]:

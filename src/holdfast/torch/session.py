@@ -3,7 +3,10 @@
 
 import enum
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,18 +15,28 @@ from holdfast.checkpoint.manifest import list_committed
 from holdfast.checkpoint.storage import open_storage
 from holdfast.client.vault import VaultClient, connect_vault
 from holdfast.model.checkpoint import NONE, SHARED, Series, Shape, rank_part
-from holdfast.model.errors import RejectedError, RetryableError, StateError, TimedOutError
+from holdfast.model.errors import (
+    RejectedError,
+    RetryableError,
+    StateError,
+    TimedOutError,
+    UsageError,
+)
 from holdfast.protocol.checkpoints import RestorePlan
 from holdfast.torch import plain
 from holdfast.torch.after import AfterCommit
+from holdfast.torch.following import Followers
 from holdfast.torch.images import Image
 from holdfast.torch.overlap import BackgroundSave, Gate
 from holdfast.torch.policies import Every, Keep, Schedule
 from holdfast.torch.randomness import rng_state
-from holdfast.torch.sharded import Sharded, is_sharded
+from holdfast.torch.sharding import is_sharded
 from holdfast.torch.sizes import optimizer_bytes_to_come
 from holdfast.torch.staging import CudaAccelerator, DeviceStager
 from holdfast.torch.writing import BegunStep, PartWriter
+
+if TYPE_CHECKING:
+    from holdfast.torch.sharded import Sharded
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +66,7 @@ class Session:
         keep: Keep | None,
         shared: bool,
         timeout_s: float,
+        followers: Followers,
     ) -> None:
         self.client: VaultClient = connect_vault()
         self.client.open_series(series)
@@ -61,7 +75,6 @@ class Session:
         self._writer = PartWriter(
             self.client, series.directory, DeviceStager(CudaAccelerator), self.copier, timeout_s
         )
-        self.sharded = Sharded(place.rank, place.world_size)
         self._has_lineage, self._last_step = False, -1
         self._memory_due = Schedule(every, place.world_size)
         self._storage_due = Schedule(storage, place.world_size)
@@ -70,6 +83,15 @@ class Session:
         self._shared = shared
         self._timeout_s = timeout_s
         self._gate = Gate()
+        self._followers = followers
+
+    @cached_property
+    def sharded(self) -> "Sharded":
+        """For states that are spread over ranks."""
+        # Here, as torch.distributed.checkpoint comes with it: others need not wait for that.
+        from holdfast.torch.sharded import Sharded
+
+        return Sharded(self.client.place.rank, self.client.place.world_size)
 
     def tier(self, step: int) -> Tier | None:
         """Where this step goes by the rules; None: nowhere."""
@@ -104,19 +126,24 @@ class Session:
         shape: Shape,
         tier: Tier,
         hooked: Iterable[torch.nn.Module | torch.optim.Optimizer] | None,
+        began: float,
     ) -> str:
-        """Save; with `hooked`, in the background. Returns why it could not be done, or nothing."""
+        """Save; with `hooked`, in the background. Returns why it could not be done, or nothing.
+
+        The training waits since `began`.
+        """
         try:
             self.settle()
             self._make_newest(step)
-            begun = self._writer.begin(step, parts, shape, persist=tier is STORAGE)
+            marks = self._followers.marks()
+            begun = self._writer.begin(step, parts, shape, persist=tier is STORAGE, marks=marks)
             if hooked is None:
                 self._writer.copy_now([p for part in begun.parts for p in part.placed])
-                self._writer.seal(begun)
+                self._seal(begun, time.monotonic() - began)
             else:
                 self._gate.watch(hooked)
                 self._writer.copy_now(begun.placed(early=True))
-                self._gate.save = self._in_background(begun)
+                self._gate.save = self._in_background(begun, time.monotonic() - began)
         except NOT_SAVED as exc:
             log.warning("step %d was not saved; the training goes on: %s", step, exc)
             return str(exc) or type(exc).__name__
@@ -170,14 +197,18 @@ class Session:
         self.copier.close()
         self.client.close()
 
-    def _in_background(self, begun: BegunStep) -> BackgroundSave:
+    def _in_background(self, begun: BegunStep, waited_s: float) -> BackgroundSave:
         late = begun.placed(early=False)
         return BackgroundSave(
             [item.hole for item in late],
             self._writer.stage(late),
-            lambda: self._writer.seal(begun),
+            lambda: self._seal(begun, waited_s),
             self._timeout_s,
         )
+
+    def _seal(self, begun: BegunStep, waited_s: float) -> None:
+        self._writer.seal(begun, waited_s)
+        self._followers.saved()
 
     def _make_newest(self, step: int) -> None:
         """See to it that what is saved next is newer than all before.
@@ -185,6 +216,11 @@ class Session:
         A step that is no higher than the last one, or the first without a load, needs a lineage of
         its own. All ranks come to it together, as they all save the same steps.
         """
+        if self._followers.has_any and not self._has_lineage:
+            raise UsageError(
+                "Data follow this Checkpointer: call load() before the first save, also in a new "
+                "training. It is what brings the data to where the model is."
+            )
         if not self._has_lineage or step <= self._last_step:
             self.agreed(self.client.restore(fresh=True, timeout_s=self._timeout_s))
         self._last_step = step

@@ -28,11 +28,10 @@ from holdfast.torch.shard_map import (
     SavedTensor,
     is_worth_storing,
 )
-from holdfast.torch.sharded_state import Follower, Leaves, LiveState, LoadTarget, is_sharded
+from holdfast.torch.sharded_state import Follower, Leaves, LiveState, LoadTarget
+from holdfast.torch.sharding import KIND
 
-__all__ = ["is_sharded", "Sharded", "ShardedLoading"]
-
-KIND = "sharded"
+__all__ = ["Sharded", "ShardedLoading"]
 
 
 class OpenPart(Protocol):

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from holdfast.model.errors import UsageError
 from holdfast.torch.images import dtype_name
 from holdfast.torch.shard_map import SMALL, Chunk, Path
+from holdfast.torch.sharding import is_fsdp1, is_old_shard
 
 State = dict[str, Any]
 
@@ -43,35 +43,6 @@ class Leaves:
     values: dict[str, Any]
     """What is no tensor."""
     paths: dict[str, Path]
-
-
-def is_sharded(model: object, optimizer: object) -> bool:
-    """Whether any tensor in these is spread over ranks."""
-    return any(_is_sharded(one) for given in (model, optimizer) for one in _each(given))
-
-
-def _is_sharded(one: object) -> bool:
-    if isinstance(one, Module):
-        return any(isinstance(p, DTensor) for p in one.parameters()) or _is_fsdp1(one)
-    if isinstance(one, Optimizer):
-        return any(isinstance(p, DTensor) for group in one.param_groups for p in group["params"])
-    if isinstance(one, Mapping):
-        return any(_is_sharded(value) for value in one.values())
-    return isinstance(one, DTensor) or _is_old_shard(one)
-
-
-def _is_fsdp1(module: Module) -> bool:
-    """FSDP1 keeps parameters as slices of flat tensors: its state is always made, never shared."""
-    return any(isinstance(one, FullyShardedDataParallel) for one in module.modules())
-
-
-def _is_old_shard(value: object) -> bool:
-    """FSDP1's ShardedTensor, which is no Tensor and has no public name."""
-    return hasattr(value, "local_shards") and hasattr(value, "sharding_spec")
-
-
-def _each(given: object) -> Iterable[object]:
-    return given if isinstance(given, list | tuple) else (given,)
 
 
 class LiveState:
@@ -137,7 +108,7 @@ class LiveState:
         values = {
             name: value
             for name, value in planner.state_dict.items()
-            if not isinstance(value, torch.Tensor) and not _is_old_shard(value)
+            if not isinstance(value, torch.Tensor) and not is_old_shard(value)
         }
         return Leaves(tuple(chunks), tuple(tensors), early, values, dict(planner.mappings))
 
@@ -234,7 +205,7 @@ class LoadTarget:
     def _finish_model(self, module: Module, state: State) -> None:
         # A tensor of the state is the module's own, except with FSDP1. Anything else is a copy.
         is_shared = all(isinstance(value, torch.Tensor) for value in state.values())
-        if not is_shared or _is_fsdp1(module):
+        if not is_shared or is_fsdp1(module):
             set_model_state_dict(module, state)
 
     def _finish_optimizer(self, key: str, optimizer: Optimizer, state: State) -> None:
@@ -242,7 +213,7 @@ class LoadTarget:
         is_shared = all(isinstance(value, torch.Tensor) for value in entries)
         if not entries:
             optimizer.state.clear()
-        if not entries or (is_shared and not _is_fsdp1(self._live.models[key])):
+        if not entries or (is_shared and not is_fsdp1(self._live.models[key])):
             for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update({k: v for k, v in loaded.items() if k != "params"})
         else:

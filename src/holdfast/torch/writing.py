@@ -15,7 +15,8 @@ from holdfast.checkpoint.copier import Copier
 from holdfast.checkpoint.memory import fault_in, low_priority
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.client.vault import VaultClient
-from holdfast.model.checkpoint import Shape, Version
+from holdfast.core.node.marks import Marks
+from holdfast.model.checkpoint import Shape, Version, rank_part
 from holdfast.torch.images import Image
 from holdfast.torch.staging import Placed, Staged, Stager
 
@@ -38,6 +39,8 @@ class BegunStep:
 
     parts: tuple[BegunPart, ...]
     persist: bool
+    marks: Marks | None
+    """How far the data of this rank are; None if none follow."""
 
     def placed(self, *, early: bool) -> list[Placed]:
         """The tensors that must, or need not, be copied before the next forward pass."""
@@ -68,7 +71,13 @@ class PartWriter:
         self._faulting.append(_Faulting(slots))
 
     def begin(
-        self, step: int, parts: Mapping[str, Sequence[Image]], shape: Shape, *, persist: bool
+        self,
+        step: int,
+        parts: Mapping[str, Sequence[Image]],
+        shape: Shape,
+        *,
+        persist: bool,
+        marks: Marks | None = None,
     ) -> BegunStep:
         """Ask for slots and write everything but the tensors."""
         granted = [
@@ -90,7 +99,7 @@ class PartWriter:
                 address = slot.address + file.offset
                 placed += [Placed(hole, view, address) for hole in image.holes]
             begun.append(BegunPart(slot, meta, tuple(placed)))
-        return BegunStep(tuple(begun), persist)
+        return BegunStep(tuple(begun), persist, marks)
 
     def stage(self, placed: Sequence[Placed]) -> Staged:
         """Begin to copy these tensors; the host copies are left to the caller."""
@@ -102,14 +111,21 @@ class PartWriter:
         self._copier.run(staged.tasks, self._timeout_s)
         staged.finish()
 
-    def seal(self, step: BegunStep) -> None:
-        """Everything is copied: make it a checkpoint."""
+    def seal(self, step: BegunStep, waited_s: float) -> None:
+        """Everything is copied: make it a checkpoint. The training waited so long for it."""
+        own = rank_part(self._client.place.rank)
         for part in step.parts:
             part.slot.seal(part.meta)
         for part in step.parts:
             meta = part.meta
             self._client.sealed(
-                meta.part, meta.version, meta.shape, str(part.slot.path), persist=step.persist
+                meta.part,
+                meta.version,
+                meta.shape,
+                str(part.slot.path),
+                persist=step.persist,
+                waited_s=waited_s,
+                marks=step.marks if meta.part == own else None,
             )
 
     def close(self) -> None:

@@ -44,7 +44,9 @@ def zip_image(name: str, value: object) -> Image:
             f"({len(filled)} storages, {len(sink.skipped)} records); save it without the adapter"
         )
     holes = tuple(
-        Hole(offset, _bytes_of(storage), label=f"{name}: storage {number}")
+        # Early: nobody can know which of these change in the next forward pass, and the version
+        # counters of the tensors do not tell of changes to a storage.
+        Hole(offset, _bytes_of(storage), label=f"{name}: storage {number}", early=True)
         for number, (storage, (offset, _)) in enumerate(zip(filled, sink.skipped, strict=True))
     )
     return Image(name, sink.length, tuple(sink.pieces), holes)

@@ -3,15 +3,17 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.integration.jobs import ROOT, Command, Jobs
+from tests.waiting import until
+
 SCRIPTS = Path(__file__).parent / "scripts"
-ROOT = Path(__file__).resolve().parents[3]
+NEW_JOB = ("--local-nodes", "2", "--no-spares")
 LAUNCH_S = 240
 """A training is over in half a minute; a busy machine needs several times that."""
 
@@ -23,22 +25,58 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=why)
 
 
-def launch(script: str, folder: Path, *arguments: str, ranks: int = 2, restarts: int = 1) -> str:
-    """Run a script of tests/integration/adapters/scripts to its end; what it said."""
-    command = [sys.executable, "-m", "holdfast.cli", "run", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(restarts), str(SCRIPTS / script), str(folder), *arguments]
-    with tempfile.TemporaryDirectory(prefix="a-") as private:
-        environ = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-            "TMPDIR": private,
-            "XDG_RUNTIME_DIR": private,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "TRANSFORMERS_OFFLINE": "1",
-        }
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=LAUNCH_S, check=False
-        )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said[-6000:]
-    return said
+def launch(jobs: Jobs, script: str, folder: Path, *words: str, **env: str) -> Command:
+    """Start a script of tests/integration/adapters/scripts."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    cpu = {"DS_ACCELERATOR": "cpu", "TRANSFORMERS_OFFLINE": "1"}
+    more = {"PYTHONPATH": paths, **cpu, **env}
+    return jobs.run("--max-restarts", "1", *words, str(SCRIPTS / script), str(folder), **more)
+
+
+def launch_and_restart(jobs: Jobs, script: str, folder: Path, *words: str, nodes: int) -> Command:
+    """Start a script, and let it come to its first death once a restart is cheap."""
+    job = launch(jobs, script, folder, *words)
+    job.wait_line("ready for a fast restart", after=nodes - 1, timeout_s=LAUNCH_S)
+    (folder / "go").touch()
+    return job
+
+
+def kill_everything_in_a_write(
+    jobs: Jobs, job: Command, directory: Path, began: Sequence[Path]
+) -> str:
+    """Kill all processes of a job while one of many checkpoints is written; returns the newest one
+    that is whole. The agents are what writes: they are held still to see that it is the moment.
+
+    `began`: files by which all ranks say that they are so far that they may be killed.
+    """
+    latest = directory / "latest"
+
+    def so_far() -> bool:
+        assert job.is_running(), job.text
+        return all(path.exists() for path in (latest, *began))
+
+    until(so_far, LAUNCH_S, "the life that is to be killed")
+    agents = jobs.agents()
+
+    def half_written() -> bool:
+        return any(path.is_file() for path in directory.glob(".holdfast/*/**/*"))
+
+    def caught() -> bool:
+        assert job.is_running(), job.text
+        if not half_written():
+            return False
+        for agent in agents:
+            agent.suspend()
+        until(lambda: {agent.status() for agent in agents} == {psutil.STATUS_STOPPED}, LAUNCH_S)
+        if half_written():
+            return True
+        for agent in agents:
+            agent.resume()
+        return False
+
+    assert len(agents) == 2
+    until(caught, LAUNCH_S, "a checkpoint that is being written")
+    for process in jobs.living():
+        process.kill()
+    job.wait()
+    return latest.read_text()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from holdfast.torch.adapters.megatron import model_file, optimizer_file, optimizer_shard_file
-from tests.integration.adapters.launching import launch, needs
+from tests.integration.adapters.launching import LAUNCH_S, launch_and_restart, needs
+from tests.integration.jobs import Jobs
 
 
 def test_the_names_are_those_of_megatron() -> None:
@@ -21,12 +22,14 @@ def test_the_names_are_those_of_megatron() -> None:
 @needs("megatron.core")
 @pytest.mark.timeout(300)
 def test_every_place_of_tensor_and_pipeline_is_saved_and_a_kill_changes_nothing(
-    tmp_path: Path,
+    jobs: Jobs, tmp_path: Path
 ) -> None:
     """The prior art worked out from ranks who saves what, and never saved pipeline stage 1; it
     never restored from memory; and its tracker moved before the checkpoint was there.
     """
-    launch("megatron_training.py", tmp_path, ranks=4)
+    words = ("--nproc-per-node", "4")
+    job = launch_and_restart(jobs, "megatron_training.py", tmp_path, *words, nodes=1)
+    job.succeeds(LAUNCH_S)
 
     def noted(name: str) -> list[str]:
         return [(tmp_path / f"{name}.rank{rank}").read_text() for rank in range(4)]

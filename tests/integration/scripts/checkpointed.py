@@ -7,7 +7,7 @@ The state of a step can be computed: the shared weights from the step, a rank's 
 import os
 
 import torch
-from steplog import FOLDER, RANK, fault, meet, note
+from steplog import FOLDER, RANK, fault, leave, meet, note
 
 from holdfast.torch import STORAGE, Checkpointer
 
@@ -48,3 +48,4 @@ def main() -> None:
 
 
 main()
+leave()

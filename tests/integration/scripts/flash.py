@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from steplog import FOLDER, RANK, ROUND, WORLD, note
+from steplog import FOLDER, RANK, ROUND, WORLD, hold, leave, note
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -80,6 +80,7 @@ def main() -> None:
         )
         report_step(step)
         note("step", step)
+        hold(step)
     assert checkpointer.wait(60.0) == last
     checkpointer.close()
     dist.destroy_process_group()
@@ -87,3 +88,4 @@ def main() -> None:
 
 
 main()
+leave()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint with torch alone: `dcp.load` at these world sizes. Holdfast is not imported.
+"""Reads checkpoints with torch alone, by `dcp.load`. Holdfast is not imported.
 
-fsdp_dcp.py FOLDER REFERENCE KIND:WORLD_SIZE...
+fsdp_dcp.py KIND:WORLD_SIZE FOLDER REFERENCE [FOLDER REFERENCE...]
 """
 
 import functools
@@ -33,8 +33,8 @@ def check(kind: str, folder: Path, reference: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    folder, reference = Path(sys.argv[1]), Path(sys.argv[2])
-    for argument in sys.argv[3:]:
-        kind, world_size = argument.split(":")
-        work = functools.partial(check, kind, folder, reference)
-        run_ranks(int(world_size), reference.parent, work)
+    kind, world_size = sys.argv[1].split(":")
+    for folder, reference in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+        print(folder, flush=True)
+        work = functools.partial(check, kind, Path(folder), Path(reference))
+        run_ranks(int(world_size), Path(reference).parent, work)

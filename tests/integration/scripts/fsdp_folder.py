@@ -3,8 +3,8 @@
 
 fsdp_folder.py FOLDER ACTION:KIND:WORLD_SIZE...
 
-save   also writes what the state was (reference.pt)
-load   compares what it loaded with that
+save   into FOLDER/KIND, with what the state was (reference.pt)
+load   what was saved last, and compares
 fresh  saves before the first optimizer step, and loads that again
 """
 
@@ -119,9 +119,11 @@ def load(kind: str, folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
     for argument in sys.argv[2:]:
         action, kind, world_size = argument.split(":")
         print(argument, flush=True)
+        if action != "load":
+            folder = Path(sys.argv[1], kind)
+            folder.mkdir()
         work = {"save": save, "fresh": fresh, "load": load}[action]
         run_ranks(int(world_size), folder, functools.partial(work, kind, folder))

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Optimizers and FSDP import it on their first use: after the fork that would be once in every rank.
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_models import build, differences, full_state, train
-from steplog import FOLDER, RANK, note
+from steplog import FOLDER, RANK, leave, note
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from holdfast.torch import STORAGE, Checkpointer
@@ -48,3 +48,4 @@ def main() -> None:
 
 
 main()
+leave()

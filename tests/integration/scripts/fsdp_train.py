@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_models import WIDTH, build, differences, full_state
-from steplog import FOLDER, RANK, ROUND, WORLD, note
+from steplog import FOLDER, RANK, ROUND, WORLD, hold, leave, note
 
 from holdfast.client import report_step
 from holdfast.torch import STORAGE, Checkpointer, EverySteps
@@ -37,7 +37,7 @@ def main() -> None:
         FOLDER / "saves",
         storage=EverySteps(int(os.environ.get("STORAGE_EVERY", "10"))),
         replicas=int(os.environ.get("REPLICAS", "0")),
-        overlap=os.environ.get("OVERLAP", "") == "1",
+        overlap=os.environ.get("OVERLAP") == "from round 2" and ROUND >= 2,
     )
     step = checkpointer.load(model=model, optimizer=optimizer)
     note("loaded", -1 if step is None else step)
@@ -52,6 +52,10 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        # Before the save: what is saved is not done again, and must be in the curve.
+        if RANK == 0:
+            with (FOLDER / "losses").open("a") as file:
+                file.write(f"{step} {ROUND} {WORLD} {loss.item().hex()}\n")
         saved = checkpointer.save(
             step,
             model=model,
@@ -62,9 +66,7 @@ def main() -> None:
         assert saved.taken, saved.why
         report_step(step)
         note("step", step)
-        if RANK == 0:
-            with (FOLDER / "losses").open("a") as file:
-                file.write(f"{step} {ROUND} {WORLD} {loss.item().hex()}\n")
+        hold(step)
     reference = full_state(model, optimizer)
     if RANK == 0:
         torch.save({**reference, "step": step}, FOLDER / "reference.pt")
@@ -75,3 +77,4 @@ def main() -> None:
 
 
 main()
+leave()

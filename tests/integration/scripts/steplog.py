@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 FOLDER = Path(os.environ["STEPS_FOLDER"])
 LOG = os.open(FOLDER / "steps.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -43,6 +44,20 @@ def pause(seconds: float = PAUSE_S) -> None:
 
 def is_to_finish() -> bool:
     return (FOLDER / "finish").exists()
+
+
+def hold(step: int) -> None:
+    """Wait after the step that $HOLD names, once, until `Jobs.go` is called."""
+    if step == int(os.environ.get("HOLD", "0")):
+        while not (FOLDER / "go").exists():
+            pause()
+
+
+def leave() -> NoReturn:
+    """End well and at once: to take torch apart keeps Python busy for a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def meet(name: str, text: str = "") -> list[str]:
@@ -93,7 +108,10 @@ def fault(place: str) -> None:
         return
     if any(path.read_text() == str(ROUND) for path in FOLDER.glob("fault-*")):
         return
-    (FOLDER / f"fault-{done}").write_text(str(ROUND))
+    # Never there without its round: another rank may look for the next fault right now.
+    temporary = FOLDER / f"next-fault.{RANK}"
+    temporary.write_text(str(ROUND))
+    temporary.rename(FOLDER / f"fault-{done}")
     note("fault")
     fail(faults[done][0])
 

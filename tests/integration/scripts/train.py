@@ -5,7 +5,18 @@ import os
 import sys
 from types import FrameType
 
-from steplog import RANK, STEP_S, WORLD, fault, is_to_finish, note, pause, restored_step, save
+from steplog import (
+    RANK,
+    STEP_S,
+    WORLD,
+    fault,
+    is_to_finish,
+    leave,
+    note,
+    pause,
+    restored_step,
+    save,
+)
 
 note("main")
 import torch  # noqa: E402
@@ -48,3 +59,4 @@ while not last or step < last:
 dist.destroy_process_group()
 note("end", step)
 fault("exit")
+leave()

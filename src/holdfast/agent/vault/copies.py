@@ -5,6 +5,8 @@ Versions go one after the other: the next one leaves when the one before is *saf
 every node of the round has its copies elsewhere. Until then the version is held still in memory,
 and so is the newest safe one: it is what a lost node is restored from. The only brake on training
 is that slots run out; if copies do not get through, that brake is let go, and it is said.
+
+A copy that fails is told to the ledger at once: it names another peer, or lets all nodes go on.
 """
 
 import asyncio
@@ -16,24 +18,15 @@ from holdfast.agent.vault.memory import Memory, digest_of_slot
 from holdfast.agent.vault.shelf import KEPT_FOR_OTHERS
 from holdfast.checkpoint.arena import PartKey, Pin
 from holdfast.checkpoint.peer_server import SlotReader
-from holdfast.checkpoint.replicas import (
-    Deliveries,
-    Delivery,
-    Transfer,
-    is_due,
-    parity_deliveries,
-    replica_deliveries,
-)
+from holdfast.checkpoint.replicas import Transfer, is_due, parity_transfers, replica_transfers
 from holdfast.core.node.saver import SavedStep
 from holdfast.model.checkpoint import NONE, SHARED, Series, Version
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 
-SAFE_S = 60.0
-"""How long the copies of the other nodes are waited for."""
-
 TRANSFER_S = 600.0
+"""How long one copy may take, and how long those of the other nodes are waited for."""
 
 
 class Copies:
@@ -47,10 +40,10 @@ class Copies:
         self._pins: dict[Version, list[Pin]] = {}
         self._due: dict[Version, SavedStep] = {}
         self._round = 0
-        self._deliveries: tuple[Delivery, ...] | None = None
+        #: Who gets what of this node's parts; None until the ledger was asked.
+        self._plan: tuple[Transfer, ...] | None = None
         self._is_running = False
         self._safe = NONE
-        self._safe_rose = asyncio.Event()
         #: Set when copies did not get through: then training does not wait for them.
         self._is_stalled = False
         #: Set while there are copies, but fewer than wanted.
@@ -63,10 +56,9 @@ class Copies:
 
     def begin_round(self, round: int) -> None:
         """Other nodes may be there now; what was not safe before will not be any more."""
-        self._round, self._deliveries, self._is_stalled = round, None, False
+        self._round, self._plan, self._is_stalled = round, None, False
         self._due.clear()
         self._release(version for version in list(self._pins) if version != self._safe)
-        self._wake()
 
     def part_sealed(self, version: Version, part: str) -> None:
         """A part of a due version is sealed: hold it still."""
@@ -84,19 +76,157 @@ class Copies:
             self._is_running = True
             self._means.spawn(self._deliver_all(), "copying to other nodes")
 
-    def safe(self, version: Version) -> None:
+    def give_up_oldest(self) -> bool:
+        """A save needs a slot: let go of the oldest version that is not safe; False if none is."""
+        unsafe = sorted(version for version in self._pins if version != self._safe)
+        if not unsafe:
+            return False
+        problem = f"the copies of step {unsafe[0].step} take too long"
+        self._stall(problem)
+        self._due.pop(unsafe[0], None)
+        self._release([unsafe[0]])
+        self._means.spawn(self._tell_given_up(unsafe[0], problem), "a copy that was given up")
+        return True
+
+    # ---- sending --------------------------------------------------------------------------------
+
+    async def _deliver_all(self) -> None:
+        try:
+            while self._due:
+                # When copies fail, only the newest is worth the while of whoever takes it.
+                version = max(self._due) if self._is_stalled else min(self._due)
+                step, round = self._due.pop(version), self._round
+                try:
+                    await self._skip([older for older in self._due if older < version])
+                    await self._deliver(step)
+                except FencedError:
+                    self._release([version])
+                except HoldfastError as exc:
+                    self._release([version])
+                    if self._round == round:
+                        self._stall(str(exc))
+        finally:
+            self._is_running = False
+
+    async def _skip(self, versions: list[Version]) -> None:
+        for version in versions:
+            del self._due[version]
+        self._release(versions)
+        if versions:
+            await self._tell_given_up(max(versions), "it was skipped for a newer one")
+
+    async def _deliver(self, step: SavedStep) -> None:
+        """Copy this version, and wait until the other nodes have copied theirs."""
+        version, round = step.version, self._round
+        for part in step.parts:
+            self._pin(version, part)
+        try:
+            await self._copy(step, round)
+        except FencedError:
+            raise
+        except HoldfastError as exc:
+            await self._tell_given_up(version, str(exc))
+            raise
+        try:
+            async with asyncio.timeout(TRANSFER_S):
+                replicated = c.Replicated(self.series.directory, round, version)
+                await self._means.ask(replicated, m.Done)
+        except TimeoutError:
+            problem = f"the other nodes have not copied step {version.step} in {TRANSFER_S:g} s"
+            await self._tell_given_up(version, problem)
+            raise RejectedError(problem) from None
+        if self._round == round:
+            self._is_safe(step)
+
+    async def _copy(self, step: SavedStep, round: int) -> None:
+        """Send every part to every peer; the ledger replaces peers with which that fails."""
+        version = step.version
+        transfers = await self._transfers(step)
+        done: set[Transfer] = set()
+        while waiting := [transfer for transfer in transfers if transfer not in done]:
+            transfer = waiting[0]
+            problem = await self._send(transfer, version, round)
+            if self._round != round:
+                raise FencedError(f"round {round} is over")
+            if not problem:
+                done.add(transfer)
+                continue
+            self._plan = None
+            replicas = 0 if self.series.parity else self.series.replicas
+            failed = c.CopyFailed(
+                self.series.directory, round, version, problem, transfer.peer.node_id, replicas
+            )
+            peers = (await self._means.ask(failed, c.Peers)).peers
+            if not peers:
+                raise RejectedError(problem)
+            transfers = self._planned(step, peers)
+
+    async def _transfers(self, step: SavedStep) -> tuple[Transfer, ...]:
+        """Who gets what; the same for the whole round, unless a peer fails."""
+        if self._plan is None:
+            ask = c.PeersAsk(self._round, self.series.replicas, self.series.parity)
+            return self._planned(step, (await self._means.ask(ask, c.Peers)).peers)
+        return self._plan
+
+    def _planned(self, step: SavedStep, peers: tuple[c.Peer, ...]) -> tuple[Transfer, ...]:
+        if self.series.parity:
+            plan = parity_transfers(peers, self._means.node_id)
+        else:
+            # What is the same on all nodes has its copies already.
+            own = [part for part in step.parts if part != SHARED]
+            plan = replica_transfers(own, peers)
+            self._say_if_short(len(peers))
+        if not plan:
+            raise RejectedError(f"there is no other node to keep step {step.version.step}")
+        self._plan = plan
+        return plan
+
+    def _say_if_short(self, peers: int) -> None:
+        is_short = peers < self.series.replicas
+        if is_short != self._is_short:
+            self._is_short = is_short
+            few = f"checkpoints are copied to {peers} of {self.series.replicas} other nodes"
+            self._means.say(few if is_short else "there are enough copies on other nodes again")
+
+    async def _send(self, transfer: Transfer, version: Version, round: int) -> str:
+        """What went wrong; nothing if the peer has it now."""
+        path = self._path(version, transfer.part)
+        try:
+            await self._means.quietly(self._put, transfer, path, version, round)
+        except FencedError:
+            raise
+        except (HoldfastError, OSError) as exc:
+            self._path(version, transfer.part)  # If it is gone, that is why: not the peer.
+            return str(exc)
+        return ""
+
+    def _path(self, version: Version, part: str) -> Path:
+        path = self._memory.find(self.series.directory, version, part)
+        if path is None:
+            raise RejectedError(f"{part} of step {version.step} is not in memory any more")
+        return path
+
+    def _put(self, transfer: Transfer, path: Path, version: Version, round: int) -> None:
+        directory, client = self.series.directory, self._means.peer(transfer.peer.address)
+        with self._means.maps.reading(path) as slot:
+            meta = slot.read()
+            if meta is None or meta.version != version:
+                raise RejectedError(f"{transfer.part} of step {version.step} is overwritten")
+            reader = SlotReader(slot, meta, digest_of_slot(path, slot, meta).data)
+            if transfer.block is None:
+                client.put(directory, round, reader, TRANSFER_S, safe=self._safe)
+            else:
+                client.put_stripe(
+                    directory, round, reader, transfer.block, TRANSFER_S, safe=self._safe
+                )
+
+    def _is_safe(self, step: SavedStep) -> None:
         """Every node has its copies of this version elsewhere: older ones may go."""
-        if version <= self._safe:
-            return
-        self._safe, self._is_stalled = version, False
-        held = self._memory.held(self.series.directory)
-        if version not in self._pins:
-            for one in held:
-                if one.meta.version == version and one.key.node < 0:
-                    self._pin(version, one.key.part)
-        self._release(older for older in list(self._pins) if older < version)
+        self._safe, self._is_stalled = step.version, False
+        for part in step.parts:
+            self._pin(step.version, part)
+        self._release(older for older in list(self._pins) if older < step.version)
         self._drop_abandoned()
-        self._wake()
 
     def _drop_abandoned(self) -> None:
         """Copies of parts that now go to another node are not renewed here: they are useless."""
@@ -109,110 +239,10 @@ class Copies:
             if newest[one.key] < self._safe:
                 self._memory.drop_if_free(one.path)
 
-    def give_up_oldest(self) -> bool:
-        """A save needs a slot: let go of the oldest version that is not safe; False if none is."""
-        unsafe = sorted(version for version in self._pins if version != self._safe)
-        if not unsafe:
-            return False
-        self._stall(f"the copies of step {unsafe[0].step} take too long")
-        self._due.pop(unsafe[0], None)
-        self._release([unsafe[0]])
-        return True
-
-    # ---- sending --------------------------------------------------------------------------------
-
-    async def _deliver_all(self) -> None:
-        try:
-            while self._due:
-                if self._is_stalled:
-                    # Only the newest is worth the while of whoever takes it.
-                    self._forget_due(set(self._due) - {max(self._due)})
-                version = min(self._due)
-                step = self._due.pop(version)
-                try:
-                    await self._deliver(step)
-                except FencedError:
-                    self._release([version])
-                except HoldfastError as exc:
-                    self._release([version])
-                    self._stall(str(exc))
-        finally:
-            self._is_running = False
-
-    def _forget_due(self, versions: set[Version]) -> None:
-        for version in versions:
-            del self._due[version]
-        self._release(versions)
-
-    async def _deliver(self, step: SavedStep) -> None:
-        version, round = step.version, self._round
-        for part in step.parts:
-            self._pin(version, part)
-        deliveries = Deliveries()
-        deliveries.add(version, await self._plan(step))
-        while (transfer := deliveries.next()) is not None:
-            try:
-                await self._means.quietly(self._send, transfer, self._path(transfer), round)
-            except FencedError:
-                raise
-            except (HoldfastError, OSError) as exc:
-                deliveries.failed(transfer, str(exc))
-            else:
-                deliveries.accepted(transfer)
-            if self._round != round:
-                raise FencedError(f"round {round} is over")
-        outcome = deliveries.finished()
-        assert outcome is not None
-        if not outcome.is_safe:
-            raise RejectedError(outcome.problem)
-        if bool(outcome.problem) != self._is_short:
-            self._is_short = bool(outcome.problem)
-            self._means.say(outcome.problem or "there are enough copies on other nodes again")
-        await self._means.ask(c.Replicated(self.series.directory, round, version), m.Done)
-        await self._wait_safe(version)
-
-    async def _plan(self, step: SavedStep) -> tuple[Delivery, ...]:
-        """Who gets what; the same for the whole round."""
-        if self._deliveries is None:
-            series = self.series
-            ask = c.PeersAsk(self._round, series.replicas, series.parity)
-            peers = (await self._means.ask(ask, c.Peers)).peers
-            if series.parity:
-                self._deliveries = parity_deliveries(peers, self._means.node_id)
-            else:
-                # What is the same on all nodes has its copies already.
-                own = [part for part in step.parts if part != SHARED]
-                self._deliveries = replica_deliveries(own, peers, series.replicas)
-        return self._deliveries
-
-    def _path(self, transfer: Transfer) -> Path:
-        path = self._memory.find(self.series.directory, transfer.version, transfer.part)
-        if path is None:
-            raise RejectedError(f"{transfer.part} of step {transfer.version.step} is gone")
-        return path
-
-    def _send(self, transfer: Transfer, path: Path, round: int) -> None:
-        directory, client = self.series.directory, self._means.peer(transfer.peer.address)
-        with self._means.maps.reading(path) as slot:
-            meta = slot.read()
-            if meta is None or meta.version != transfer.version:
-                raise RejectedError(f"{transfer.part} of step {transfer.version.step} is gone")
-            reader = SlotReader(slot, meta, digest_of_slot(path, slot, meta).data)
-            if transfer.block is None:
-                client.put(directory, round, reader, TRANSFER_S)
-            else:
-                client.put_stripe(directory, round, reader, transfer.block, TRANSFER_S)
-
-    async def _wait_safe(self, version: Version) -> None:
-        """Until every node has its copies; RejectedError if that takes too long."""
-        try:
-            async with asyncio.timeout(SAFE_S):
-                while self._safe < version and not self._is_stalled and version in self._pins:
-                    await self._safe_rose.wait()
-        except TimeoutError:
-            raise RejectedError(
-                f"the other nodes have not copied step {version.step} within {SAFE_S:g} s"
-            ) from None
+    async def _tell_given_up(self, version: Version, problem: str) -> None:
+        """Nobody shall wait for this node's copies of this version, or of one before it."""
+        failed = c.CopyFailed(self.series.directory, self._round, version, problem)
+        await self._means.ask(failed, c.Peers)
 
     # ---- pins -----------------------------------------------------------------------------------
 
@@ -231,8 +261,3 @@ class Copies:
         if not self._is_stalled:
             self._is_stalled = True
             self._means.say(f"training goes on without waiting for copies on other nodes: {why}")
-        self._wake()
-
-    def _wake(self) -> None:
-        self._safe_rose.set()
-        self._safe_rose = asyncio.Event()

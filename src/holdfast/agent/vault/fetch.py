@@ -78,7 +78,7 @@ class Fetcher:
 
         with self._given_back_unless_filled([path]):
             await self._means.urgently(fetch)
-        self._memory.sealed(path, version, Sidecar(version, offer.holding.digest, {}))
+        self._memory.sealed(path, version, Sidecar(version, offer.holding.digest))
         return path
 
     async def _from_parity(
@@ -122,7 +122,7 @@ class Fetcher:
     ) -> ImageReader:
         """Reads an ingredient, in this node's memory or on another node."""
         if here is not None:
-            slot = stack.enter_context(Slot.open(here, writable=False))
+            slot = stack.enter_context(self._means.maps.reading(here))
             meta = slot.read()
             if meta is None or meta.version != version:
                 raise RejectedError(f"{source.part} is not in memory any more")

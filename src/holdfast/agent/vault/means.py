@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from holdfast.agent.relay import Upstream
+from holdfast.agent.vault.tally import TallyBook
 from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.maps import SlotMaps
 from holdfast.checkpoint.memory import low_priority
@@ -19,6 +20,7 @@ from holdfast.checkpoint.peers import PeerClient
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
+from holdfast.protocol.data import DataMarked
 from holdfast.runtime.observe import Say
 
 URGENT_THREADS = 4
@@ -51,6 +53,7 @@ class Means:
         """The place of this node among those of the present round."""
         self.maps = SlotMaps()
         """For whoever reads slots, in any thread."""
+        self.tally = TallyBook()
         self._make_arena = make_arena
         self._arena: Arena | None = None
         self._upstream = upstream
@@ -71,7 +74,7 @@ class Means:
                 self.say(f"took over memory checkpoints of a dead agent, up to step {newest}")
         return self._arena
 
-    async def ask(self, body: CheckpointCall, expected: type[Expected]) -> Expected:
+    async def ask(self, body: CheckpointCall | DataMarked, expected: type[Expected]) -> Expected:
         """Ask the master, however long it takes; RejectedError if it refuses."""
         answer: asyncio.Future[m.AnyMessage] = self._loop.create_future()
 

@@ -205,7 +205,7 @@ def digest_of_slot(path: Path, slot: Slot, meta: SlotMeta) -> Sidecar:
     """
     sidecar = read_sidecar(path)
     if sidecar is None or sidecar.version != meta.version:
-        sidecar = Sidecar(meta.version, _data_digest(slot, meta), {})
+        sidecar = Sidecar(meta.version, _data_digest(slot, meta))
         if slot.version == meta.version:
             write_sidecar(path, sidecar)
     return sidecar

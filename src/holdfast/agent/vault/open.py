@@ -114,6 +114,7 @@ class Opener:
             raise RejectedError(
                 f"part {part} of step {version.step} cannot be had from {_where(source)}: {exc}"
             ) from exc
+        self._means.tally.restored(source.kind)
         ready = self._ready.get((version, part))
         if ready is None:
             self._memory.unpin(pin)  # Everybody who wanted it is gone.

@@ -4,8 +4,11 @@
 import asyncio
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from holdfast.agent.vault.copies import Copies
 from holdfast.agent.vault.fetch import Fetcher
+from holdfast.agent.vault.marking import Marking
 from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import Memory
 from holdfast.agent.vault.open import Opener
@@ -28,6 +31,7 @@ class SeriesKeeper:
         self.depot = Depot(means, series)
         self.persister = Persister(means, memory, self.depot)
         self.copies = Copies(means, memory, series)
+        self._marking = Marking(means, memory, series.directory)
         self._means = means
         self._memory = memory
         self._nproc = nproc
@@ -62,6 +66,7 @@ class SeriesKeeper:
         self._meeting = RestoreMeeting(self._nproc)
         self.persister.overtaken(self._steps.begin_round())
         self.copies.begin_round(round)
+        self._marking.begin_round()
 
     # ---- slots ----------------------------------------------------------------------------------
 
@@ -97,16 +102,22 @@ class SeriesKeeper:
             )
         self._granted.pop(report.part, None)
         self._memory.sealed(Path(report.path), version)
+        self._means.tally.sealed(version, report.waited_s)
         if report.persist:
             self.persister.part_sealed(version, report.part)
         if self.copies.is_due(version):
             self.copies.part_sealed(version, report.part)
-        step = self._steps.sealed(version, report.shape, report.part, report.persist)
+        marks = report.marks if report.follows else None
+        step = self._steps.sealed(version, report.shape, report.part, report.persist, marks)
         if step is None:
             return
+        self._means.tally.saved(step, is_first_node=self._means.group_rank == 0)
         overtaken = self._steps.overtaken(version)
         self.persister.overtaken(overtaken)
         self.copies.overtaken(overtaken)
+        if step.follows or (self._plan is not None and self._plan.follows):
+            # First: a version without a position does not go to storage.
+            self._marking.saved(step, self._round)
         if step.persist:
             self.persister.saved(step, self._round)
         if self.copies.is_due(version):
@@ -175,11 +186,16 @@ class SeriesKeeper:
         holdings = self._memory.holdings(directory)
         if self._stored is None:
             self._stored = await self._look_at_storage(is_needed=not holdings)
+        stored = tuple(
+            # Positions may be large: one is enough, see NodeRestore.
+            entry if entry.version == turn.prepared else replace(entry, positions=())
+            for entry in self._stored
+        )
         return c.NodeRestore(
             directory=directory,
             round=self._round,
             holdings=holdings,
-            stored=self._stored,
+            stored=stored,
             prepared=turn.prepared,
             wants=self._steps.own_parts(Shape(0, shared=True)),
             bad=tuple(self._opener.bad),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import Memory, digest_of_slot
 from holdfast.checkpoint.arena import PartKey, Pin
 from holdfast.checkpoint.digests import Sidecar
@@ -32,7 +33,7 @@ ROOM_S = 10.0
 """How long a copy of another node waits for a slot that is being read."""
 
 KEPT_SLOTS = 2
-"""A sender begins with a version only when the one before is safe: that one, and the new one."""
+"""The newest safe version, and the one that comes or came after it."""
 
 KEPT_FOR_OTHERS = 0
 """In keys of slots. Names of parts differ between nodes, so it need not say for whom."""
@@ -57,7 +58,8 @@ class _Incoming:
 class Shelf:
     """The slots of this node, for the threads of the byte service."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, means: Means, memory: Memory) -> None:
+        self._maps = means.maps
         self._memory = memory
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -71,7 +73,7 @@ class Shelf:
         """A part, held still meanwhile; RejectedError if it is not here."""
         pin = self._hop(self._pin(get))
         try:
-            with Slot.open(pin.path, writable=False) as slot:
+            with self._maps.reading(pin.path) as slot:
                 meta = slot.read()
                 if meta is None or meta.version != get.version:
                     raise RejectedError(f"{get.part} of step {get.version.step} is not here")
@@ -119,8 +121,7 @@ class Shelf:
         paths: list[Path] = []
 
         def room(size: int) -> Slot:
-            kept = PartKey(put.directory, name, KEPT_FOR_OTHERS)
-            paths.append(self._hop(self._memory.grant(kept, size, KEPT_SLOTS, wait_s=ROOM_S)))
+            paths.append(self._hop(self._room(put, name, size)))
             return Slot.open(paths[-1], writable=True)
 
         try:
@@ -130,6 +131,17 @@ class Shelf:
                 self._hop(self._give_back(path))
             raise
         return found
+
+    async def _room(self, put: PartPut, name: str, size: int) -> Path:
+        """A slot to write to: never that of the safe version, from which nodes are restored."""
+        safe = self._memory.find(put.directory, put.safe, name)
+        pin = None if safe is None else self._memory.pin(safe, "it is the newest safe version")
+        try:
+            key = PartKey(put.directory, name, KEPT_FOR_OTHERS)
+            return await self._memory.grant(key, size, KEPT_SLOTS, wait_s=ROOM_S)
+        finally:
+            if pin is not None:
+                self._memory.unpin(pin)
 
     def _after(self, put: PartPut, name: str, incoming: _Incoming) -> None:
         """A connection is through with it, or broke: keep what is whole, drop what is spoilt."""
@@ -160,7 +172,7 @@ class Shelf:
         self._memory.give_back(path)
 
     async def _sealed(self, path: Path, version: Version, digest: int) -> None:
-        known = None if digest < 0 else Sidecar(version, digest, {})
+        known = None if digest < 0 else Sidecar(version, digest)
         self._memory.sealed(path, version, known)
 
     def _hop(self, errand: Coroutine[Any, Any, Result]) -> Result:

@@ -69,14 +69,23 @@ class Depot:
 
     async def write_parts(self, attempt: str, paths: dict[str, Path]) -> tuple[FileEntry, ...]:
         """Write the slots of these parts to the place of the attempt, durably."""
-        storage, series = await self._open(), self.series
+        storage, series, tally = await self._open(), self.series, self._means.tally
+        loop = asyncio.get_running_loop()
+
+        def moved(size: int) -> None:
+            loop.call_soon_threadsafe(tally.moved, size)
 
         def write(path: Path) -> tuple[FileEntry, ...]:
             with self._means.maps.reading(path) as slot:
-                return write_part(storage, series, attempt, slot, stop=self._stop)
+                return write_part(storage, series, attempt, slot, stop=self._stop, moved=moved)
 
-        written = [await self._means.quietly(write, path) for path in paths.values()]
-        return tuple(entry for entries in written for entry in entries)
+        written: list[FileEntry] = []
+        for path in paths.values():
+            began = loop.time()
+            entries = await self._means.quietly(write, path)
+            tally.written(loop.time() - began)
+            written += entries
+        return tuple(written)
 
     async def commit(self, order: c.CommitOrder) -> None:
         """Make a checkpoint of what all nodes have written for the attempt."""

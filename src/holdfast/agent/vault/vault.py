@@ -9,7 +9,6 @@ master decides; the vault asks it and carries it out.
 import asyncio
 import hashlib
 import secrets
-import ssl
 
 from holdfast.agent.relay import Upstream
 from holdfast.agent.vault.means import Means
@@ -31,6 +30,7 @@ from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 from holdfast.runtime.observe import Say
 from holdfast.runtime.settings import memory_dir
+from holdfast.runtime.tls import new_identity
 from holdfast.runtime.transport import Link
 
 WAITING_SAID_S = 10.0
@@ -51,18 +51,18 @@ class Vault:
         token: bytes,
         nproc: int,
         *,
-        tls: ssl.SSLContext | None = None,
+        has_tls: bool = False,
         host: str = "",
     ) -> None:
-        """`tls` is how other agents are reached; None: without.
+        """`has_tls`: no agent talks to another without it.
 
-        They reach this one at `host`; empty: there are no others.
+        Others reach this one at `host`; empty: there are no others.
         """
         self._means = Means(
             lambda: _arena_of(token),
             upstream,
             say,
-            peer=lambda address: PeerClient(address, token, tls),
+            peer=lambda address: _client(address, token, has_tls=has_tls),
         )
         self._memory = Memory(self._means)
         self._nproc = nproc
@@ -70,13 +70,13 @@ class Vault:
         #: What each worker's connection waits for; dropped when it closes.
         self._held: dict[int, set[asyncio.Task[None]]] = {}
         self._loop = asyncio.get_running_loop()
-        # Agents have no certificate of their own: under TLS strangers could read what they serve.
-        is_served = bool(host) and tls is None
-        self._server = self._serve_peers(host, token) if is_served else None
+        self._identity = new_identity() if host and has_tls else None
+        self._server = self._serve_peers(host, token) if host else None
 
     def _serve_peers(self, host: str, token: bytes) -> PeerServer | None:
+        tls = None if self._identity is None else self._identity.tls
         try:
-            return PeerServer(host, token, None, Shelf(self._memory))
+            return PeerServer(host, token, tls, Shelf(self._means, self._memory))
         except StateError as exc:
             self._means.say(f"other nodes cannot fetch checkpoints from here: {exc}")
             return None
@@ -85,6 +85,20 @@ class Vault:
     def peer_port(self) -> int:
         """Where other agents fetch and leave parts; 0 if nowhere."""
         return 0 if self._server is None else self._server.port
+
+    @property
+    def peer_certificate(self) -> str:
+        """The fingerprint of what it shows there; empty without TLS."""
+        return "" if self._identity is None else self._identity.fingerprint
+
+    def tally(self) -> c.Tally | None:
+        """What became of the checkpoints of this node, for the beats; None if there were none."""
+        return self._means.tally.read()
+
+    @property
+    def written_bytes(self) -> int:
+        """How much has reached storage from here: it rises for as long as something moves."""
+        return self._means.tally.written_bytes
 
     # ---- the workers ----------------------------------------------------------------------------
 
@@ -198,10 +212,6 @@ class Vault:
                     why = "the node that was asked to commit knows nothing of the directory"
                     done = c.CommitDone(body.directory, body.version, body.attempt, why)
                     self._means.spawn(self._tell(done), "a commit was not reported")
-            case c.VersionSafe():
-                keeper = self._series.get(body.directory)
-                if keeper is not None:
-                    keeper.copies.safe(body.version)
 
     async def _tell(self, body: c.InventoryTaken | c.CommitDone) -> None:
         await self._means.ask(body, m.Done)
@@ -280,3 +290,11 @@ def _arena_of(token: bytes) -> Arena:
     """The memory of one agent of the job that has this token."""
     job = hashlib.sha256(token).hexdigest()[:16]
     return Arena(memory_dir(), f"job-{job}", secrets.token_hex(8))
+
+
+def _client(address: str, token: bytes, *, has_tls: bool) -> PeerClient:
+    """The way to another agent, by what the master calls its address."""
+    place, _, certificate = address.partition("#")
+    if has_tls and not certificate:
+        raise RejectedError(f"{place} has no certificate, but the agents of this job use TLS")
+    return PeerClient(place, token, certificate or None)

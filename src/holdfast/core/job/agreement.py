@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from holdfast.core.job import events as ev
 from holdfast.core.job.commands import Reply
 from holdfast.core.job.gathering import Gathering
-from holdfast.core.job.inventory import Inventory
+from holdfast.core.job.inventory import NOTES_MAX, Inventory
 from holdfast.model.checkpoint import NONE, Stored, Version
+from holdfast.model.dataset import Position
 from holdfast.model.ids import NodeId
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import BadCopy, NodeRestore
@@ -54,6 +55,8 @@ class Agreement:
         self._asks: dict[NodeId, RestoreCall] = {}
         self._bad: set[BadCopy] = set()
         self._planned: Counter[Version] = Counter()
+        #: Versions of whose data it is not known how far they were.
+        self._unpositioned: set[Version] = set()
         #: What was where in the last turn.
         self.inventory = Inventory({})
 
@@ -85,10 +88,13 @@ class Agreement:
             return f"the nodes want to load different steps: {named}"
         return ""
 
-    def choose(self, committed: Stored | None, base: Version) -> Choice:
+    def choose(
+        self, committed: Stored | None, base: Version, positioned: Collection[Version] | None
+    ) -> Choice:
         """The version of this turn, and whether every node has it at hand.
 
-        `base` is what the last agreement came to.
+        `base` is what the last agreement came to. Of what is in memory alone only `positioned`
+        versions count; None: no data are read with respect to the directory.
         """
         bodies = [call.body for call in self._asks.values()]
         stored = {entry for body in bodies for entry in body.stored}
@@ -104,7 +110,10 @@ class Agreement:
         if bodies[0].fresh:
             return Choice(NONE, go=True, fresh=True, notes=())
         step, prepared = bodies[0].step, {body.prepared for body in bodies}
-        passed_over = {v for v, turns in self._planned.items() if turns >= TURNS_MAX}
+        given_up = {v for v, turns in self._planned.items() if turns >= TURNS_MAX}
+        if positioned is not None:
+            self._unpositioned = inventory.without_position(positioned)
+        passed_over = given_up | self._unpositioned
         newest = inventory.newest(step=step, passed_over=passed_over, base=base)
         # What all have at hand is never given up for something older.
         if len(prepared) == 1 and (at_hand := min(prepared)) >= newest:
@@ -118,7 +127,18 @@ class Agreement:
             for version, turns in self._planned.items()
             if turns >= TURNS_MAX and version > chosen
         )
-        return given_up + self.inventory.notes(chosen, step=step)
+        unpositioned = tuple(
+            f"step {version.step} is passed over: not every rank has said how far its data were"
+            for version in sorted(self._unpositioned, reverse=True)
+            if version > chosen and step in (-1, version.step)
+        )
+        return given_up + unpositioned[:NOTES_MAX] + self.inventory.notes(chosen, step=step)
+
+    def stored_positions(self, version: Version) -> tuple[Position, ...]:
+        """How far the data of a version were, as its manifest says."""
+        entries = (entry for call in self._asks.values() for entry in call.body.stored)
+        found = (entry.positions for entry in entries if entry.version == version)
+        return max(found, key=len, default=())
 
     def take_asks(self) -> Iterator[RestoreCall]:
         """The turn is over: those who wait for its answer."""

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attempt to bring a version to storage: who writes what, and what is written by now."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from holdfast.core.job import events as ev
 from holdfast.core.job.commands import Push
 from holdfast.core.job.crew import Crew
-from holdfast.model.checkpoint import FileEntry, Shape, Version
+from holdfast.core.job.inventory import Inventory
+from holdfast.model.checkpoint import SHARED, FileEntry, Shape, Version
+from holdfast.model.dataset import Position
 from holdfast.model.ids import NodeId
 from holdfast.protocol import checkpoints as c
 
@@ -29,6 +31,8 @@ class AttemptState:
     #: Who writes each of them; unknown for an attempt of an earlier master.
     writers: dict[str, NodeId] = field(default_factory=dict)
     is_resumed: bool = False
+    #: Whether it is not known yet which of the missing parts of a resumed one somebody still has.
+    is_unclear: bool = False
     #: The missing parts whose writer was lost.
     orphans: set[str] = field(default_factory=set)
     #: What nodes were told to write and have not reported.
@@ -49,6 +53,7 @@ class AttemptState:
             until=0.0,
             missing=set(body.shape.parts()),
             is_resumed=True,
+            is_unclear=True,
         )
 
     def reported(self, key: ReportKey, files: tuple[FileEntry, ...]) -> None:
@@ -70,6 +75,39 @@ class AttemptState:
         for part in left:
             del self.writers[part]
 
+    def adopt_orphans(self, inventory: Inventory, crew: Crew) -> tuple[list[str], str]:
+        """Find others who have what lost nodes left unwritten.
+
+        Returns what has a writer again, and a part without which it cannot go on, if one is lost.
+        """
+        loads: dict[NodeId, int] = {}
+        orphans, self.orphans = sorted(self.orphans), set()
+        for part in orphans:
+            writer = writer_of(inventory.holders(self.version, part), crew, loads)
+            if writer is not None:
+                self.writers[part] = writer
+            elif self.shape.shared and part != SHARED:
+                self.missing.discard(part)
+            else:
+                return [], part
+        return [part for part in orphans if part in self.writers], ""
+
+    def share_of(
+        self, node_id: NodeId, parts: tuple[str, ...], *, is_first: bool
+    ) -> tuple[str, ...]:
+        """Which of these parts a node writes that holds them; `is_first` of the group."""
+        if self.is_resumed:
+            # As the earlier master divided it: see PersistQueue.
+            return tuple(part for part in parts if part != SHARED or is_first)
+        return tuple(part for part in parts if self.writers.get(part) == node_id)
+
+    def order_parts(self, directory: str, parts: Iterable[str]) -> list[Push]:
+        """Tell the writers of these parts to write them, each once."""
+        shares: dict[NodeId, list[str]] = {}
+        for part in sorted(parts):
+            shares.setdefault(self.writers[part], []).append(part)
+        return [self.order(directory, (node, tuple(shares[node]))) for node in sorted(shares)]
+
     def order(self, directory: str, key: ReportKey) -> Push:
         """Tell a node to write these parts."""
         self.orders[key] = None
@@ -77,10 +115,11 @@ class AttemptState:
         order = c.PersistOrder(directory, version, shape, name, key[1], self.reason)
         return Push(key[0], order)
 
-    def commit_order(self, directory: str) -> c.CommitOrder:
+    def commit_order(self, directory: str, positions: tuple[Position, ...]) -> c.CommitOrder:
+        """Tell a node to give the checkpoint its name; `positions` are those of the data."""
         named = {entry.name: entry for entries in self.files.values() for entry in entries}
         files = tuple(named[name] for name in sorted(named))
-        return c.CommitOrder(directory, self.version, self.shape, self.attempt, files)
+        return c.CommitOrder(directory, self.version, self.shape, self.attempt, files, positions)
 
     def named_twice(self) -> str:
         """A file that two nodes claim to have written; empty if there is none."""

@@ -9,7 +9,7 @@ Nothing here is durable. An attempt that an earlier master opened goes on with w
 writers report: all of their calls are held until the end, and are sent again to a new master.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
@@ -30,6 +30,9 @@ SILENCE_S = 3600.0
 
 RESUMED_S = 600.0
 """The same for one of an earlier master, of which nobody here knows who still writes."""
+
+
+NO_POSITION = "not every rank has said how far its data were when it was saved"
 
 
 class Attempts:
@@ -53,11 +56,20 @@ class Attempts:
         return bool(self._open)
 
     @property
-    def has_orphans(self) -> bool:
-        return any(attempt.orphans for attempt in self._open.values())
+    def needs_survey(self) -> bool:
+        """Whether it matters who holds which part."""
+        is_known = not self._crew.absent
+        return any(
+            attempt.orphans or (attempt.is_unclear and attempt.missing and is_known)
+            for attempt in self._open.values()
+        )
 
     def newest_open(self) -> AttemptState | None:
         return max(self._open.values(), key=lambda attempt: attempt.version, default=None)
+
+    def versions(self) -> Iterator[Version]:
+        """What is on its way to storage."""
+        return (attempt.version for attempt in self._open.values())
 
     def deadline(self) -> float | None:
         return min((attempt.until for attempt in self._open.values()), default=None)
@@ -83,6 +95,11 @@ class Attempts:
             return
         shape, writers = whole
         version, why = self._queue.version, "the program saved it"
+        if self._state.lacks_position(self._directory, version):
+            # Every node has said so before it asked: nobody will say more.
+            self.problem = f"step {version.step} did not reach storage: {NO_POSITION}"
+            self._queue.refuse(out, m.Refused("rejected", NO_POSITION))
+            return
         attempt = self._begin(out, version, shape, why, writers, now)
         self._plan_for_waiting(out, attempt)
 
@@ -100,7 +117,7 @@ class Attempts:
             elif part == SHARED or not shape.shared:
                 return False
         attempt = self._begin(out, version, shape, reason, writers, now)
-        self._order(out, attempt, writers)
+        out.commands.extend(attempt.order_parts(self._directory, writers))
         self._plan_for_waiting(out, attempt)
         return True
 
@@ -131,24 +148,10 @@ class Attempts:
         parts: tuple[str, ...],
     ) -> None:
         """Tell a node which of its parts it writes: the same, however often it asks."""
-        node_id = request.node_id
-        if attempt.is_resumed:
-            # As the earlier master divided it: see PersistQueue.
-            is_first = self._crew.index.get(node_id) == 0
-            mine = [part for part in parts if part != SHARED or is_first]
-        else:
-            mine = [part for part in parts if attempt.writers.get(part) == node_id]
-        plan = c.PersistPlan(attempt.attempt, tuple(mine))
+        is_first = self._crew.index.get(request.node_id) == 0
+        mine = attempt.share_of(request.node_id, parts, is_first=is_first)
+        plan = c.PersistPlan(attempt.attempt, mine)
         out.commands.append(Reply(request.link, request.call, plan))
-
-    def _order(self, out: Outcome, attempt: AttemptState, parts: Iterable[str]) -> None:
-        """Tell the writers of these parts to write them, each once."""
-        shares: dict[NodeId, list[str]] = {}
-        for part in sorted(parts):
-            shares.setdefault(attempt.writers[part], []).append(part)
-        for node_id in sorted(shares):
-            key = (node_id, tuple(shares[node_id]))
-            out.commands.append(attempt.order(self._directory, key))
 
     # ---- reports and the commit -----------------------------------------------------------------
 
@@ -166,7 +169,9 @@ class Attempts:
             out.commands.append(Reply(request.link, request.call, m.Refused("rejected", why)))
             return
         if attempt is None:
-            attempt = self._resume(out, body)
+            # An earlier master opened it: it goes on.
+            attempt = self._open[body.attempt] = AttemptState.resumed(body)
+            self._plan_for_waiting(out, attempt)
         key = (request.node_id, body.parts)
         attempt.held[key] = request
         attempt.until = now + (RESUMED_S if attempt.is_resumed else SILENCE_S)
@@ -177,13 +182,6 @@ class Attempts:
         else:
             attempt.reported(key, body.files)
 
-    def _resume(self, out: Outcome, body: c.PartsPersisted) -> AttemptState:
-        """Go on with an attempt that an earlier master opened."""
-        attempt = AttemptState.resumed(body)
-        self._open[body.attempt] = attempt
-        self._plan_for_waiting(out, attempt)
-        return attempt
-
     def commit_next(self, out: Outcome) -> None:
         """Have the oldest whole attempt committed. One at a time: the newest name is the last."""
         if any(attempt.committer is not None for attempt in self._open.values()):
@@ -193,12 +191,18 @@ class Attempts:
             if twice := attempt.named_twice():
                 self._give_up(out, attempt, f"two nodes wrote a file {twice!r}")
                 continue
+            if self._state.lacks_position(self._directory, attempt.version):
+                self._give_up(out, attempt, NO_POSITION)
+                continue
             here = [node_id for node_id, _ in attempt.held if node_id in self._crew.present]
             if here:
                 attempt.committer = min(here, key=self._crew.place)
-                order = attempt.commit_order(self._directory)
-                out.commands.append(Push(attempt.committer, order))
+                out.commands.append(self._commit_order(attempt, attempt.committer))
                 return
+
+    def _commit_order(self, attempt: AttemptState, committer: NodeId) -> Push:
+        positions = self._state.positions(self._directory).get(attempt.version, ())
+        return Push(committer, attempt.commit_order(self._directory, positions))
 
     def commit_done(self, out: Outcome, body: c.CommitDone) -> None:
         """A node gave a checkpoint its name, or could not."""
@@ -257,28 +261,25 @@ class Attempts:
             for key in [key for key in attempt.orders if key[0] == node_id]:
                 out.commands.append(attempt.order(self._directory, key))
             if attempt.committer == node_id:
-                out.commands.append(Push(node_id, attempt.commit_order(self._directory)))
+                out.commands.append(self._commit_order(attempt, node_id))
 
-    def adopt_orphans(self, out: Outcome, inventory: Inventory) -> None:
-        """Have others write what lost nodes left unwritten, where there is a copy."""
+    def adopt_orphans(self, out: Outcome, inventory: Inventory, *, is_all: bool) -> None:
+        """Have others write what lost nodes left unwritten, where there is a copy.
+
+        `is_all`: the inventory is that of every node. Who writes a part holds it, so what nobody
+        holds of an earlier master's attempt nobody writes.
+        """
+        for attempt in [one for one in self._open.values() if one.is_unclear]:
+            attempt.is_unclear = bool(self._crew.absent)
+            if is_all and not attempt.is_unclear:
+                attempt.orphans = set(inventory.without_holder(attempt.version, attempt.missing))
         for attempt in [one for one in self._open.values() if one.orphans]:
-            loads: dict[NodeId, int] = {}
-            orphans, attempt.orphans = sorted(attempt.orphans), set()
-            for part in orphans:
-                holders = inventory.holders(attempt.version, part)
-                writer = writer_of(holders, self._crew, loads)
-                if writer is not None:
-                    attempt.writers[part] = writer
-                elif attempt.shape.shared and part != SHARED:
-                    attempt.missing.discard(part)
-                else:
-                    self._give_up(out, attempt, f"{part} was lost with its node")
-                    break
+            adopted, lost = attempt.adopt_orphans(inventory, self._crew)
+            if lost:
+                self._give_up(out, attempt, f"{lost} was lost with its node")
             else:
-                self._order(out, attempt, (part for part in orphans if part in attempt.writers))
+                out.commands.extend(attempt.order_parts(self._directory, adopted))
 
     def round_over(self, out: Outcome) -> None:
         """What the last world wanted and had not begun is over with it."""
-        for request in self._queue.clear():
-            stale = m.Refused("stale", "the round in which this was asked is over")
-            out.commands.append(Reply(request.link, request.call, stale))
+        self._queue.refuse(out, m.Refused("stale", "the round in which this was asked is over"))

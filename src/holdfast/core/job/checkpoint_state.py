@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The durable part of the ledger of checkpoints: what is committed, and what was agreed last."""
+"""The durable part of the ledger: what is committed, what was agreed last, positions of data.
 
-from collections.abc import Iterable
+Data may be read with respect to the model of a directory: then a version without their position is
+worth nothing, since what the model has seen of them would be seen again, or never.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
 
 from holdfast.core.job import records as rec
 from holdfast.core.kernel import Outcome, Record
 from holdfast.model.checkpoint import NONE, Version
+from holdfast.model.dataset import Position
+
+VERSIONS_MAX = 64
+"""No memory holds more versions of a directory."""
 
 
 class CheckpointState:
-    """Per directory, the newest committed version and the newest lineage."""
+    """Per directory, the newest committed version, the newest lineage, positions of versions."""
 
     def __init__(self) -> None:
         self.committed: dict[str, rec.CheckpointCommitted] = {}
         self.agreed: dict[str, rec.LineageSet] = {}
+        #: The directories that datasets follow: told anew at every start of a master.
+        self.followed: set[str] = set()
+        self._positions: dict[str, dict[Version, tuple[Position, ...]]] = {}
 
     def newest(self, directory: str) -> Version:
         """The newest version that is committed; NONE if none is."""
@@ -31,6 +42,40 @@ class CheckpointState:
         given = -1 if agreed is None else agreed.lineage
         return max(given, self.newest(directory).lineage)
 
+    # ---- positions of data ----------------------------------------------------------------------
+
+    def positions(self, directory: str) -> Mapping[Version, tuple[Position, ...]]:
+        """The versions whose positions are known."""
+        return self._positions.get(directory, {})
+
+    def lacks_position(self, directory: str, version: Version) -> bool:
+        """Whether this version, if it is in memory alone, cannot be restored for that reason."""
+        return directory in self.followed and version not in self.positions(directory)
+
+    def keep_positions(
+        self, out: Outcome, directory: str, version: Version, positions: tuple[Position, ...]
+    ) -> None:
+        """Keep the positions of a version: what is on storage may be out of reach later."""
+        if version not in self.positions(directory):
+            self.commit(out, rec.VersionPositioned(directory, version, positions))
+
+    def replace_positions(
+        self,
+        out: Outcome,
+        directory: str,
+        version: Version,
+        positions: tuple[Position, ...],
+        held: Collection[Version],
+    ) -> None:
+        """Keep the positions of a version, and no longer those of what is not `held` anywhere."""
+        needed = {*held, self.base(directory), self.newest(directory)}
+        known = sorted(self.positions(directory).keys() - {version})
+        kept = [one for one in known if one in needed][1 - VERSIONS_MAX :]
+        dropped = tuple(one for one in known if one not in kept)
+        self.commit(out, rec.VersionPositioned(directory, version, positions, dropped))
+
+    # ---- records --------------------------------------------------------------------------------
+
     def commit(self, outcome: Outcome, record: Record) -> None:
         """Make a record true and durable."""
         self.apply(record)
@@ -42,9 +87,17 @@ class CheckpointState:
                 self.committed[record.directory] = record
             case rec.LineageSet():
                 self.agreed[record.directory] = record
+            case rec.VersionPositioned():
+                positions = self._positions.setdefault(record.directory, {})
+                positions[record.version] = record.positions
+                for version in record.dropped:
+                    positions.pop(version, None)
             case _:
                 raise TypeError(f"{record!r} is not a record of the checkpoints")
 
     def snapshot(self) -> Iterable[Record]:
         yield from self.committed.values()
         yield from self.agreed.values()
+        for directory, known in self._positions.items():
+            for version, positions in known.items():
+                yield rec.VersionPositioned(directory, version, positions)

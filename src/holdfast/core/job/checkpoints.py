@@ -3,7 +3,8 @@
 
 Per directory it leads the restore agreement (agreement.py) and the attempts to bring versions to
 storage (attempts.py), and knows which version every node has copied to others. Durable are only
-the newest committed version and the lineage: all else is in calls that agents hold and send again.
+the newest committed version, the lineage, and how far the data that are read with respect to the
+directory were at each version: all else is in calls that agents hold and send again.
 
 It needs little of the rest of the job: the world of the round, and who comes and goes.
 """
@@ -53,12 +54,19 @@ class Checkpoints:
         match event:
             case ev.CheckpointRequested():
                 self._requested(out, event, now)
+            case ev.DataMarks():
+                body = event.body
+                if self._crew.is_current(event.node_id, body.round):
+                    self._of(body.directory).note_held(event.node_id, body.held)
+                return NOTHING
+            case ev.VersionMarked():
+                self._of(event.directory).marked(out, event.version, event.positions)
             case ev.NodeReady():
                 self._crew.arrived(event.member)
                 for series in self._series.values():
                     series.node_returned(out, event.member.node_id)
-            case ev.NodeAbsent() | ev.NodeSilent():
-                self._crew.present.discard(event.node_id)
+            case ev.NodeAbsent() | ev.NodeSilent() | ev.NodeExpected():
+                self._crew.expected(event.node_id)
                 return NOTHING
             case ev.NodeLost():
                 self._crew.lost(event.node_id)
@@ -83,6 +91,8 @@ class Checkpoints:
         match event:
             case ev.MasterStarted():
                 self._crew.nonce = event.nonce
+            case ev.DatasetFollows():
+                self._state.followed.add(event.directory)
             case ev.WorldFound():
                 self._crew.found(event.world)
                 self._breaks = event.restarts
@@ -110,7 +120,7 @@ class Checkpoints:
         body = event.body
         answer: m.Answer | None = None
         if isinstance(
-            body, c.NodeRestore | c.PersistAsk | c.PeersAsk
+            body, c.NodeRestore | c.PersistAsk | c.PeersAsk | c.Replicated | c.CopyFailed
         ) and not self._crew.is_current(event.node_id, body.round):
             answer = m.Refused("stale", f"round {body.round} is over")
         else:
@@ -132,8 +142,10 @@ class Checkpoints:
                     self._of(body.directory).inventory_taken(event.node_id, body)
                     answer = m.Done()
                 case c.Replicated():
-                    self._of(body.directory).replicated(out, event.node_id, body)
-                    answer = m.Done()
+                    self._of(body.directory).replication.replicated(out, event, body)
+                case c.CopyFailed():
+                    replication = self._of(body.directory).replication
+                    answer = replication.failed(out, event.node_id, body)
                 case c.PeersAsk():
                     answer = self._peers(event.node_id, body)
                 case _:
@@ -193,14 +205,16 @@ class Checkpoints:
                 out.commands.append(call.answer(m.Refused("usage", problem)))
             series.agreement = None
             return
-        directory = series.directory
-        committed = self._state.committed.get(directory)
+        directory, state = series.directory, self._state
+        committed, is_followed = state.committed.get(directory), directory in state.followed
         choice = agreement.choose(
             None if committed is None else Stored(committed.version, committed.shape),
-            self._state.base(directory),
+            state.base(directory),
+            state.positions(directory).keys() if is_followed else None,
         )
         inventory = series.inventory = agreement.inventory
         version, shape = choice.version, inventory.shape(choice.version)
+        stored_positions = agreement.stored_positions(version)
         asks = list(agreement.take_asks())
         if not choice.go:
             for call in asks:
@@ -210,23 +224,31 @@ class Checkpoints:
                 plan = c.RestorePlan(version, shape, False, -1, sources, rate, choice.notes)
                 out.commands.append(call.answer(plan))
             return
-        lineage = 1 + max(self._state.lineage(directory), inventory.highest_lineage())
+        lineage = 1 + max(state.lineage(directory), inventory.highest_lineage())
         agreed = rec.LineageSet(directory, lineage, self._crew.round, version, shape)
-        self._state.commit(out, agreed)
+        state.commit(out, agreed)
         series.agreement = None
+        notes, positions = choice.notes, state.positions(directory).get(version, stored_positions)
+        if positions:
+            state.keep_positions(out, directory, version, positions)
+        elif is_followed and version != NONE:
+            notes += (f"step {version.step} does not say how far its data were: they begin anew",)
         out.facts.append(
             ev.RestoreAgreed(
-                directory, self._crew.round, version, lineage, choice.fresh, choice.notes
+                directory, self._crew.round, version, lineage, choice.fresh, notes, positions
             )
         )
         for call in asks:
-            out.commands.append(call.answer(self._go(agreed, choice.notes, now)))
+            out.commands.append(call.answer(self._go(agreed, notes, now)))
         if any(call.body.breakpoint for call in asks) and not choice.fresh:
             series.bring_to_storage(out, version, inventory, BREAKPOINT, now)
 
     def _go(self, agreed: rec.LineageSet, notes: tuple[str, ...], now: float) -> c.RestorePlan:
         rate = self._failures_per_s(now)
-        return c.RestorePlan(agreed.version, agreed.shape, True, agreed.lineage, (), rate, notes)
+        follows = agreed.directory in self._state.followed
+        return c.RestorePlan(
+            agreed.version, agreed.shape, True, agreed.lineage, (), rate, notes, follows
+        )
 
     def _failures_per_s(self, now: float) -> float:
         return self._breaks / now if now > 0 else 0.0
@@ -234,7 +256,7 @@ class Checkpoints:
     # ---- time, durable state, looking -----------------------------------------------------------
 
     def deadline(self) -> float | None:
-        if self._ended:
+        if self._ended and not any(series.is_busy for series in self._series.values()):
             return None
         found = [series.deadline() for series in self._series.values()]
         if self._settling is not None:

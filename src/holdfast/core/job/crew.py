@@ -14,6 +14,8 @@ class Crew:
         self.world: World | None = None
         #: Nodes with a stream.
         self.present: set[NodeId] = set()
+        #: Nodes without one that may come back.
+        self.absent: set[NodeId] = set()
         #: Nodes that are not lost, also while their stream is broken: their memory is still there.
         self._known: dict[NodeId, Member] = {}
         #: The group rank of each member of the world.
@@ -42,12 +44,19 @@ class Crew:
         self.found(world)
         self.present.update(self.index)
 
+    def expected(self, node_id: NodeId) -> None:
+        """The node is not there now, but is not lost either."""
+        self.present.discard(node_id)
+        self.absent.add(node_id)
+
     def arrived(self, member: Member) -> None:
         self.present.add(member.node_id)
+        self.absent.discard(member.node_id)
         self._known[member.node_id] = member
 
     def lost(self, node_id: NodeId) -> None:
         self.present.discard(node_id)
+        self.absent.discard(node_id)
         self._known.pop(node_id, None)
 
     def is_current(self, node_id: NodeId, round_number: int) -> bool:
@@ -63,12 +72,18 @@ class Crew:
         return self.index.get(node_id, len(self.index)), node_id
 
     def address(self, node_id: NodeId) -> str:
-        """Where the node serves parts of checkpoints; empty if nowhere."""
+        """Where the node serves parts of checkpoints, as in `Peer.address`; empty if nowhere."""
         member = self._known.get(node_id)
         if member is None or not member.peer_port:
             return ""
         host = f"[{member.host}]" if ":" in member.host else member.host
-        return f"{host}:{member.peer_port}"
+        address = f"{host}:{member.peer_port}"
+        return f"{address}#{member.peer_certificate}" if member.peer_certificate else address
+
+    def node_rank(self, node_id: NodeId) -> int:
+        """What people call this node; -1 if it is not known."""
+        member = self._known.get(node_id)
+        return -1 if member is None else member.node_rank
 
     def peers(self, members: list[Member]) -> tuple[Peer, ...]:
         """These members of the world as others reach them, without those that cannot be reached."""

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from holdfast.core.kernel import Event
 from holdfast.model.checkpoint import Version
+from holdfast.model.dataset import Dataset, Piece, Position
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
+from holdfast.protocol.data import DataCall, DataMarked
 
 # ---- inputs -------------------------------------------------------------------------------------
 
@@ -117,6 +119,28 @@ class CheckpointRequested(Event):
     link: int
     call: int
     body: CheckpointCall
+
+
+@dataclass(frozen=True, slots=True)
+class DataRequested(Event):
+    """What a worker asks the ledger of shards, relayed by its agent."""
+
+    node_id: NodeId
+    link: int
+    call: int
+    session: str
+    seq: int
+    body: DataCall
+
+
+@dataclass(frozen=True, slots=True)
+class DataMarks(Event):
+    """How far the workers of a node had come in their data when they saved a version."""
+
+    node_id: NodeId
+    link: int
+    call: int
+    body: DataMarked
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +345,8 @@ class RestoreAgreed(Event):
     fresh: bool
     """True when nobody wanted to restore anything."""
     notes: tuple[str, ...]
+    positions: tuple[Position, ...] = ()
+    """How far the data of the directory was when the version was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,9 +370,80 @@ class AttemptFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CopyFailed(Event):
+    """A node could not copy its parts of a version to another node."""
+
+    directory: str
+    version: Version
+    why: str
+    """With what is done about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiesResumed(Event):
+    """After copies that failed, a version is safe on other nodes again."""
+
+    directory: str
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointCommitted(Event):
     """A version is on storage, as a whole and under its name."""
 
     directory: str
     version: Version
     attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetFollows(Event):
+    """A dataset's position goes with the checkpoints of this directory."""
+
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionMarked(Event):
+    """Every rank has said how far it was in its data when it saved this version."""
+
+    directory: str
+    version: Version
+    positions: tuple[Position, ...]
+    """Of every dataset that follows the directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRegistered(Event):
+    """Somebody opened a dataset for the first time."""
+
+    dataset: Dataset
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRestored(Event):
+    """A dataset is where it was when the restored version was saved."""
+
+    name: str
+    epoch: int
+    problem: str
+    """Why it could not; empty if it could."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOver(Event):
+    """Every piece of an epoch is consumed or set aside."""
+
+    name: str
+    epoch: int
+    epochs: int
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSetAside(Event):
+    """A piece of a dataset failed in its reader again and again: nobody will read it."""
+
+    name: str
+    piece: Piece
+    attempts: int
+    why: str

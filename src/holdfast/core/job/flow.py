@@ -14,10 +14,25 @@ from holdfast.core.job.liveness import Liveness
 from holdfast.core.job.nodes import Nodes
 from holdfast.core.job.progress import Progress
 from holdfast.core.job.rendezvous import Rendezvous
+from holdfast.core.job.shards import Shards
 from holdfast.core.job.sync import Sync
+from holdfast.core.job.tallies import Tallies
 from holdfast.core.job.verdicts import Verdicts
 from holdfast.core.kernel import Core
 from holdfast.model.job import JobSpec
+
+NEWS = (
+    ev.NodeOrdered,
+    ev.IncidentClosed,
+    ev.AttemptOpened,
+    ev.CopyFailed,
+    ev.CopiesResumed,
+    ev.DatasetRegistered,
+    ev.DatasetRestored,
+    ev.EpochOver,
+    ev.PieceSetAside,
+)
+"""Facts for people: no machine reacts to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +47,8 @@ class JobCore:
     verdicts: Verdicts
     progress: Progress
     checkpoints: Checkpoints
+    tallies: Tallies
+    shards: Shards
 
     def view(self, now: float) -> dict[str, object]:
         """The state of the job as people and tools see it."""
@@ -42,6 +59,8 @@ class JobCore:
             "progress": self.progress.view(now),
             "store": self.sync.view(),
             "checkpoints": self.checkpoints.view(),
+            "saving": self.tallies.view(now),
+            "datasets": self.shards.view(now),
         }
 
 
@@ -49,14 +68,16 @@ def build(spec: JobSpec, job: str) -> JobCore:
     """Create the machines and connect them."""
     nodes, liveness, rendezvous = Nodes(spec, job), Liveness(spec), Rendezvous()
     sync, verdicts, progress, checkpoints = Sync(), Verdicts(spec), Progress(), Checkpoints()
-    core = Core((nodes, liveness, rendezvous, sync, verdicts, progress, checkpoints))
+    tallies, shards = Tallies(), Shards()
+    machines = (nodes, liveness, rendezvous, sync, verdicts, progress, checkpoints, tallies, shards)
+    core = Core(machines)
 
     # Inputs.
-    core.route(ev.MasterStarted, checkpoints, rendezvous, nodes, verdicts)
+    core.route(ev.MasterStarted, checkpoints, rendezvous, nodes, verdicts, shards)
     core.route(ev.AttachRequested, nodes)
-    core.route(ev.NodeAbsent, liveness, rendezvous, sync, checkpoints)
+    core.route(ev.NodeAbsent, liveness, rendezvous, sync, checkpoints, shards)
     core.route(ev.LeaveRequested, nodes)
-    core.route(ev.BeatReceived, liveness, progress)
+    core.route(ev.BeatReceived, liveness, progress, tallies)
     core.route(ev.StartReported, progress, rendezvous)
     core.route(ev.StoreOffered, rendezvous)
     core.route(ev.NodeWarmed, rendezvous)
@@ -64,41 +85,55 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.DoneReported, rendezvous)
     core.route(ev.KvRequested, sync)
     core.route(ev.CheckpointRequested, checkpoints)
-    core.route(ev.RequestDropped, sync)
+    core.route(ev.DataRequested, shards)
+    core.route(ev.DataMarks, checkpoints, shards)
+    core.route(ev.RequestDropped, sync, shards)
     core.route(ev.NodeSeen, nodes)
     core.route(ev.StopRequested, verdicts)
 
     # Facts.
     core.route(ev.JobOpened, rendezvous, verdicts, progress)
     core.route(ev.GenerationRaised, nodes)
-    core.route(ev.NodeOrdered)
-    core.route(ev.NodeExpected, liveness, sync, rendezvous)
-    core.route(ev.NodeReady, liveness, sync, rendezvous, checkpoints)
+    core.route(ev.NodeExpected, liveness, sync, rendezvous, checkpoints)
+    core.route(ev.NodeReady, liveness, sync, rendezvous, checkpoints, shards)
     # Several may go silent at once: nothing is built on the next when the first is lost.
     core.route(ev.NodeSilent, nodes, rendezvous, checkpoints)
-    core.route(ev.NodeLost, liveness, sync, checkpoints, rendezvous)  # nobody waits for the lost
+    # Nobody waits for it, and its work goes back, before a world forms without it.
+    core.route(ev.NodeLost, tallies, liveness, sync, shards, checkpoints, rendezvous)
     core.route(ev.LeaseExpired, nodes, liveness, rendezvous)
     core.route(ev.WorldHurt, verdicts)
     core.route(ev.WorldBroken, progress, checkpoints, rendezvous)  # progress times the stages
-    core.route(ev.WorldFormed, nodes, sync, progress, checkpoints)
-    core.route(ev.WorldFound, checkpoints)
+    core.route(ev.WorldFormed, nodes, sync, progress, checkpoints, tallies, shards)
+    core.route(ev.WorldFound, checkpoints, tallies, shards)
     core.route(ev.WorldStarted, progress)
     core.route(ev.WorldDone, checkpoints)  # the end waits for what is on its way to storage
     core.route(ev.WorkSettled, verdicts)
     core.route(ev.WorldImpossible, verdicts)
     core.route(ev.JobFinished, nodes, rendezvous, progress, checkpoints)
-    core.route(ev.IncidentClosed)
-    core.route(ev.RestoreAgreed)
-    core.route(ev.AttemptOpened)
-    core.route(ev.AttemptFailed)
-    core.route(ev.CheckpointCommitted)
+    core.route(ev.AttemptFailed, tallies)
+    core.route(ev.CheckpointCommitted, tallies)
+    core.route(ev.RestoreAgreed, shards)  # the data goes back with the model
+    core.route(ev.DatasetFollows, checkpoints)
+    core.route(ev.VersionMarked, checkpoints)
+    for news in NEWS:
+        core.route(news)
 
-    core.own(nodes, rec.RulesSet, rec.NodePlanned, rec.NodeAdmitted, rec.NodePhaseChanged)
-    core.own(nodes, rec.RelaunchCounted, rec.CountersSet)
-    core.own(rendezvous, rec.GenerationSet, rec.WorldAgreed, rec.RoundBroken, rec.NodeDone)
-    core.own(sync, rec.KvChanged, rec.KvDropped, rec.QueueChanged, rec.SessionRemembered)
-    core.own(sync, rec.BarrierReleased, rec.ScopesDropped)
-    core.own(verdicts, rec.RestartCounted, rec.JobClosed)
-    core.own(progress, rec.TimeSpent, rec.StepsSeen, rec.StageEntered, rec.IncidentNoted)
-    core.own(checkpoints, rec.CheckpointCommitted, rec.LineageSet)
-    return JobCore(core, nodes, liveness, rendezvous, sync, verdicts, progress, checkpoints)
+    wired = JobCore(core, *machines)
+    _own_records(wired)
+    return wired
+
+
+def _own_records(job: JobCore) -> None:
+    """Say whose records are whose."""
+    core = job.core
+    core.own(job.nodes, rec.RulesSet, rec.NodePlanned, rec.NodeAdmitted, rec.NodePhaseChanged)
+    core.own(job.nodes, rec.RelaunchCounted, rec.CountersSet)
+    core.own(job.rendezvous, rec.GenerationSet, rec.WorldAgreed, rec.RoundBroken, rec.NodeDone)
+    core.own(job.sync, rec.KvChanged, rec.KvDropped, rec.QueueChanged, rec.SessionRemembered)
+    core.own(job.sync, rec.BarrierReleased, rec.ScopesDropped)
+    core.own(job.verdicts, rec.RestartCounted, rec.JobClosed)
+    core.own(job.progress, rec.TimeSpent, rec.StepsSeen, rec.StageEntered, rec.IncidentNoted)
+    core.own(job.checkpoints, rec.CheckpointCommitted, rec.LineageSet, rec.VersionPositioned)
+    core.own(job.shards, rec.DatasetRegistered, rec.ShardsListed, rec.ShardsLeased)
+    core.own(job.shards, rec.ShardsReported, rec.LeasesReturned, rec.MarksFolded)
+    core.own(job.shards, rec.PositionsAdopted, rec.DatasetKept, rec.AnswerKept)

@@ -53,6 +53,10 @@ class Inventory:
     def shape(self, version: Version) -> Shape:
         return self._shapes.get(version, Shape(0, False))
 
+    def without_position(self, known: Collection[Version]) -> set[Version]:
+        """Versions that are in memory alone, and of whose data nobody knows how far they were."""
+        return self._shapes.keys() - known - self._stored
+
     def highest_lineage(self) -> int:
         return max((version.lineage for version in self._shapes), default=-1)
 
@@ -117,6 +121,10 @@ class Inventory:
     def holders(self, version: Version, part: str) -> Collection[NodeId]:
         """Who has a good copy in memory."""
         return self._copies.get(version, {}).get(part, {}).keys()
+
+    def without_holder(self, version: Version, parts: Iterable[str]) -> Iterator[str]:
+        """Those of the parts that nobody has in memory."""
+        return (part for part in parts if not self.holders(version, part))
 
     def is_stored(self, version: Version) -> bool:
         """Whether the version is committed on storage, readable or not."""

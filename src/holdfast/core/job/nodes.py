@@ -121,6 +121,7 @@ class Nodes:
             hosted_port=attach.hosted_port,
             topology=attach.topology,
             peer_port=attach.peer_port,
+            peer_certificate=attach.peer_certificate,
         )
         fact = ev.NodeReady(
             member, Round(attach.round), returned=known is not None, cold=attach.cold

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step that shall go to storage and waits for its turn. Nothing here is durable."""
 
-from collections.abc import Iterator
-
 from holdfast.core.job import events as ev
 from holdfast.core.job.commands import Reply
 from holdfast.core.job.crew import Crew
@@ -70,9 +68,10 @@ class PersistQueue:
             for request, _ in self._take_all():
                 out.commands.append(superseded(request, version))
 
-    def clear(self) -> Iterator[ev.CheckpointRequested]:
-        """Nobody waits any more; who did."""
-        return (request for request, _ in self._take_all())
+    def refuse(self, out: Outcome, refusal: m.Refused) -> None:
+        """Nobody waits any more."""
+        for request, _ in self._take_all():
+            out.commands.append(Reply(request.link, request.call, refusal))
 
     def _take_all(self) -> list[Waiting]:
         asks, self._asks, self._writers, self.version = self._asks, {}, {}, NONE

@@ -8,13 +8,10 @@ as much for others as any other does.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from holdfast.model.ids import NodeId
 from holdfast.model.world import Member
-
-SPARE_CANDIDATES = 4
-"""How many peers more than asked for are named: some may have no room."""
 
 
 class Ring:
@@ -30,22 +27,27 @@ class Ring:
         self.members = [member for *_, member in sorted(dealt, key=lambda entry: entry[:2])]
         self._position = {member.node_id: i for i, member in enumerate(self.members)}
 
-    def replica_peers(self, node_id: NodeId, replicas: int) -> list[Member]:
-        """Who could keep copies for this node, in the order of preference: elsewhere first."""
+    def replica_peers(
+        self, node_id: NodeId, replicas: int, passed_over: Collection[NodeId] = ()
+    ) -> list[Member]:
+        """Who keeps copies for this node: elsewhere first, and nobody who is passed over."""
         start = self._position.get(node_id)
         if start is None or replicas < 1:
             return []
         size, site = len(self.members), _site(self.members[start])
-        enough = replicas + SPARE_CANDIDATES
-        enough_elsewhere = min(enough, size - self._at_site[site])
+        others_left = size - self._at_site[site]
         elsewhere: list[Member] = []
         beside: list[Member] = []
         for distance in range(1, size):
-            if len(elsewhere) == enough_elsewhere and len(elsewhere) + len(beside) >= enough:
+            is_enough = len(elsewhere) + len(beside) >= replicas
+            if len(elsewhere) >= replicas or (others_left == 0 and is_enough):
                 break
             member = self.members[(start + distance) % size]
-            (beside if _site(member) == site else elsewhere).append(member)
-        return [*elsewhere, *beside][:enough]
+            is_elsewhere = _site(member) != site
+            others_left -= is_elsewhere
+            if member.node_id not in passed_over:
+                (elsewhere if is_elsewhere else beside).append(member)
+        return [*elsewhere, *beside][:replicas]
 
     def parity_group(self, node_id: NodeId, size: int) -> list[Member]:
         """The parity group of this node, itself included, in order; empty if there can be none.

@@ -2,11 +2,14 @@
 """The durable changes of a job. Golden journals in tests/wire keep old ones readable."""
 
 import msgspec
+from msgspec import Struct
 
 from holdfast.core.kernel import Record
 from holdfast.model.checkpoint import Shape, Version
+from holdfast.model.dataset import Dataset, Lease, Piece, Position
 from holdfast.model.world import World
 from holdfast.protocol import messages as m
+from holdfast.protocol.data import Consumed
 
 
 class RulesSet(Record, frozen=True):
@@ -214,6 +217,117 @@ class LineageSet(Record, frozen=True):
     shape: Shape
 
 
+class VersionPositioned(Record, frozen=True):
+    """How far the datasets that follow a directory were when a version was saved."""
+
+    directory: str
+    version: Version
+    positions: tuple[Position, ...]
+    dropped: tuple[Version, ...] = ()
+    """Versions that nobody can restore any more: their positions are forgotten."""
+
+
+class DatasetRegistered(Record, frozen=True):
+    dataset: Dataset
+
+
+class ShardsReported(Record, frozen=True):
+    """A worker came this far in its leases."""
+
+    name: str
+    consumed: tuple[Consumed, ...]
+
+
+class ShardsLeased(Record, frozen=True):
+    """A worker was given pieces; its session's answer is kept, so that a repeat gets the same."""
+
+    name: str
+    node_id: int
+    scope: int
+    leases: tuple[Lease, ...]
+    from_open: int = 0
+    """How many of them, from the first on, had been cut before and came back."""
+    session: str = ""
+    seq: int = 0
+
+
+class LeasesReturned(Record, frozen=True):
+    """What rounds before `before`, or a lost node, had not consumed goes back.
+
+    Not of datasets that follow a checkpoint: they go back with it.
+    """
+
+    before: int = 0
+    node_id: int = -1
+
+
+class ShardsListed(Record, frozen=True):
+    """The user named shards; `first` were named before."""
+
+    name: str
+    first: int
+    shards: tuple[tuple[str, int], ...]
+    is_last: bool = False
+
+
+class MarksFolded(Record, frozen=True):
+    """Every rank has said how far it was when it saved this version: name, lease, upto."""
+
+    directory: str
+    version: Version
+    marks: tuple[tuple[str, int, int], ...] = ()
+
+
+class PositionsAdopted(Record, frozen=True):
+    """The model of a directory was restored, and its data with it."""
+
+    directory: str
+    lineage: int
+    positions: tuple[Position, ...] = ()
+    round: int = 0
+
+
+class LeaseKept(Struct, frozen=True, array_like=True):
+    """For snapshots: one lease."""
+
+    number: int
+    piece: Piece
+    node_id: int
+    scope: int
+    failures: int
+    reported: int
+    marked: int
+    is_live: bool
+
+
+class DatasetKept(Record, frozen=True):
+    """For snapshots: everything about one dataset."""
+
+    dataset: Dataset
+    term: int
+    position: Position
+    """Without what is in leases; with the names of all listed shards."""
+    next_lease: int
+    leases: tuple[LeaseKept, ...] = ()
+    failures: tuple[tuple[Piece, int], ...] = ()
+    """How often pieces that are open have failed."""
+    reasons: tuple[str, ...] = ()
+    """Why each piece that is set aside was."""
+    problem: str = ""
+    round: int = -1
+
+
+class AnswerKept(Record, frozen=True):
+    """For snapshots: the last leases that a session was given."""
+
+    session: str
+    seq: int
+    name: str
+    node_id: int
+    scope: int
+    leases: tuple[Lease, ...]
+
+
 AnyRecord = (
     RulesSet
     | GenerationSet
@@ -239,6 +353,16 @@ AnyRecord = (
     | IncidentNoted
     | CheckpointCommitted
     | LineageSet
+    | VersionPositioned
+    | DatasetRegistered
+    | ShardsReported
+    | ShardsLeased
+    | LeasesReturned
+    | ShardsListed
+    | MarksFolded
+    | PositionsAdopted
+    | DatasetKept
+    | AnswerKept
 )
 
 _encoder = msgspec.msgpack.Encoder()

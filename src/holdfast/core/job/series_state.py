@@ -10,20 +10,19 @@ from holdfast.core.job import events as ev
 from holdfast.core.job.agreement import Agreement
 from holdfast.core.job.attempts import Attempts
 from holdfast.core.job.checkpoint_state import CheckpointState
-from holdfast.core.job.commands import Push, Reply
+from holdfast.core.job.commands import Reply
 from holdfast.core.job.crew import Crew
 from holdfast.core.job.gathering import Gathering
 from holdfast.core.job.inventory import Inventory
+from holdfast.core.job.replication import Replication
 from holdfast.core.kernel import Outcome
 from holdfast.model.checkpoint import NONE, Version
+from holdfast.model.dataset import Position
 from holdfast.model.ids import NodeId
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 
 FLUSH = "the newest state in memory, as a node has to go"
-
-UNSAFE_MAX = 8
-"""So many versions are remembered that some nodes have copied to others and some have not."""
 
 
 class SeriesState:
@@ -42,8 +41,9 @@ class SeriesState:
         self._flushes: dict[NodeId, tuple[ev.CheckpointRequested, c.FlushAsk]] = {}
         #: Flushes that wait for a version to be committed.
         self._promised: dict[NodeId, tuple[ev.CheckpointRequested, Version]] = {}
-        self._copied: dict[Version, set[NodeId]] = {}
-        self._safe = NONE
+        self.replication = Replication(directory, crew)
+        #: The versions that each node of the round had in memory when it saved last.
+        self._held: dict[NodeId, tuple[Version, ...]] = {}
 
     # ---- what nodes ask and tell ----------------------------------------------------------------
 
@@ -63,19 +63,15 @@ class SeriesState:
         if self.agreement is not None:
             self.agreement.outsiders.taken(body.number, node_id, body.holdings)
 
-    def replicated(self, out: Outcome, node_id: NodeId, body: c.Replicated) -> None:
-        """A version is safe when every node of the round has copied its parts to others."""
-        if not self._crew.is_current(node_id, body.round) or body.version <= self._safe:
-            return
-        copied = self._copied.setdefault(body.version, set())
-        copied.add(node_id)
-        if copied >= self._crew.index.keys():
-            self._safe = body.version
-            for member in sorted(self._crew.index.keys() & self._crew.present):
-                out.commands.append(Push(member, c.VersionSafe(self.directory, body.version)))
-            self._copied = {v: who for v, who in self._copied.items() if v > body.version}
-        while len(self._copied) > UNSAFE_MAX:
-            del self._copied[min(self._copied)]
+    def marked(self, out: Outcome, version: Version, positions: tuple[Position, ...]) -> None:
+        """It is known how far the data of this version were: every rank has said so."""
+        held = {one for of_node in self._held.values() for one in of_node}
+        held |= {self.replication.safe, *self.attempts.versions()}
+        self._state.replace_positions(out, self.directory, version, positions, held)
+
+    def note_held(self, node_id: NodeId, versions: tuple[Version, ...]) -> None:
+        """A node says what it has in memory: the positions of other versions are not needed."""
+        self._held[node_id] = versions
 
     # ---- nodes and rounds come and go -----------------------------------------------------------
 
@@ -84,15 +80,15 @@ class SeriesState:
         self.attempts.node_returned(out, node_id)
         for gathering in self._gatherings():
             gathering.ask_again(out, node_id)
-        if self._safe != NONE and node_id in self._crew.index:
-            out.commands.append(Push(node_id, c.VersionSafe(self.directory, self._safe)))
 
     def node_lost(self, out: Outcome, node_id: NodeId) -> None:
         self.attempts.node_lost(out, node_id)
+        self.replication.node_lost(node_id)
         if self.agreement is not None:
             self.agreement.withdraw(node_id)
         if self._survey is not None:
             self._survey.lost(node_id)
+        self._held.pop(node_id, None)
         self._flushes.pop(node_id, None)
         self._promised.pop(node_id, None)
         self._locates = {key: held for key, held in self._locates.items() if key[0] != node_id}
@@ -105,8 +101,8 @@ class SeriesState:
                 stale = m.Refused("stale", "a new round has begun")
                 out.commands.append(call.answer(stale))
         self.agreement = self.inventory = None
-        self._copied.clear()
-        self._safe = NONE
+        self._held.clear()
+        self.replication.round_over(out)
 
     def _gatherings(self) -> list[Gathering]:
         found = [] if self._survey is None else [self._survey]
@@ -124,7 +120,7 @@ class SeriesState:
         self._keep_promises(out)
 
     def _look_around(self, out: Outcome, now: float) -> None:
-        wanted = bool(self._flushes or self._locates) or self.attempts.has_orphans
+        wanted = bool(self._flushes or self._locates) or self.attempts.needs_survey
         if self._survey is None and wanted:
             nodes = self._crew.present - self._flushes.keys()
             self._survey = Gathering(self.directory, self._crew.next_number(), nodes, now)
@@ -134,7 +130,8 @@ class SeriesState:
             held.update((node_id, body.holdings) for node_id, (_, body) in self._flushes.items())
             self._survey = None
             inventory = Inventory(held)
-            self.attempts.adopt_orphans(out, inventory)
+            is_all = held.keys() >= self._crew.present
+            self.attempts.adopt_orphans(out, inventory, is_all=is_all)
             self._answer_locates(out, inventory, guess=True)
             self._flush(out, inventory, now)
 
@@ -153,7 +150,11 @@ class SeriesState:
         flushes, self._flushes = self._flushes, {}
         if not flushes:
             return
-        newest = inventory.newest(memory_only=True, base=self._state.base(self.directory))
+        unusable: set[Version] = set()
+        if self.directory in self._state.followed:
+            unusable = inventory.without_position(self._state.positions(self.directory).keys())
+        base = self._state.base(self.directory)
+        newest = inventory.newest(memory_only=True, base=base, passed_over=unusable)
         known = [body.committed for _, body in flushes.values()]
         committed = max(self._state.newest(self.directory), *known)
         if newest > committed:
@@ -210,8 +211,9 @@ class SeriesState:
         return {
             "directory": self.directory,
             "committed": self._state.newest(self.directory).step,
-            "safe": self._safe.step,
+            "safe": self.replication.safe.step,
             "writing": -1 if attempt is None else attempt.version.step,
             "reason": "" if attempt is None else attempt.reason,
             "problem": self.attempts.problem,
+            "copy_problem": self.replication.problem,
         }

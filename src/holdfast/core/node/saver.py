@@ -6,11 +6,12 @@ a node speaks with one voice: it asks once when all its ranks have asked, and a 
 here once every part that this node must have of it is sealed.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
+from holdfast.core.node.marks import Marks, merged
+from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_of, rank_part
 from holdfast.protocol.checkpoints import RestoreAsk
 
 Caller = TypeVar("Caller")
@@ -83,13 +84,19 @@ class SavedStep:
     shape: Shape
     parts: tuple[str, ...]
     persist: bool
+    follows: bool = False
+    """Whether a rank of this node reads data with respect to the series."""
+    marks: Mapping[int, Marks] = field(default_factory=dict)
+    """By rank: how far each was in them, with what was said of versions that were overtaken."""
 
 
 @dataclass(slots=True)
 class _Arriving:
     shape: Shape
-    parts: set[str]
-    persist: bool
+    parts: set[str] = field(default_factory=set)
+    persist: bool = False
+    #: By rank, of those who follow.
+    marks: dict[int, Marks] = field(default_factory=dict)
 
 
 class SavedSteps:
@@ -108,16 +115,35 @@ class SavedSteps:
         shared = (SHARED,) if shape.shared else ()
         return (*shared, *(rank_part(rank) for rank in sorted(self._ranks.values())))
 
-    def sealed(self, version: Version, shape: Shape, part: str, persist: bool) -> SavedStep | None:
-        """A part is sealed; returns the version when it is whole now."""
-        arriving = self._arriving.setdefault(version, _Arriving(shape, set(), False))
+    def sealed(
+        self,
+        version: Version,
+        shape: Shape,
+        part: str,
+        persist: bool,
+        marks: Marks | None = None,
+    ) -> SavedStep | None:
+        """A part is sealed; returns the version when it is whole now.
+
+        `marks`: how far its rank was in its data; None if it follows none.
+        """
+        arriving = self._arriving.setdefault(version, _Arriving(shape))
         arriving.parts.add(part)
         arriving.persist = arriving.persist or persist
+        if marks is not None:
+            arriving.marks[rank_of(part)] = marks
         own = self.own_parts(shape)
         if not arriving.parts.issuperset(own):
             return None
+        marked = {rank: self._marks_up_to(version, rank) for rank in sorted(self._ranks.values())}
         del self._arriving[version]
-        return SavedStep(version, shape, own, arriving.persist)
+        follows = bool(arriving.marks)
+        return SavedStep(version, shape, own, arriving.persist, follows, marked)
+
+    def _marks_up_to(self, version: Version, rank: int) -> Marks:
+        """What a rank said of its data, at this version and at those that this one overtakes."""
+        older = sorted(one for one in self._arriving if one <= version)
+        return merged(self._arriving[one].marks.get(rank, ()) for one in older)
 
     def overtaken(self, by: Version) -> list[Version]:
         """Versions older than `by` that some rank never sealed: they will not be whole any more."""

@@ -109,6 +109,7 @@ def main() -> None:
     while run.iteration < LAST:
         run.step()
         if training.LIFE == 0 and training.RANK == 2 and run.iteration == 3:
+            training.hold(FOLDER)
             training.die_in_the_next_save()
         is_last = run.iteration == LAST
         checkpointer.save(run.iteration, {place: run.state()}, to=STORAGE if is_last else None)
@@ -122,3 +123,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    training.leave()

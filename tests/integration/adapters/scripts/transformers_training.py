@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a tiny model with FlashTrainer; rank 0 dies in the save of step 4 of the first life.
 
-Then the same with the plain Trainer from what lies on storage, for comparison.
+The second life is killed as a whole while a step is written; the third comes to the end. Then the
+same with the plain Trainer from what lies on storage, for comparison.
 """
 
 import os
@@ -30,6 +31,7 @@ class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 class DieInASave(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if training.LIFE == 0 and training.RANK == 0 and state.global_step == 4:
+            training.hold(FOLDER)
             training.die_in_the_next_save()
 
 
@@ -62,7 +64,7 @@ def arguments(directory: str, save_steps: int) -> TrainingArguments:
     return TrainingArguments(
         output_dir=os.path.join(FOLDER, directory),
         per_device_train_batch_size=2,
-        max_steps=8,
+        max_steps=40,
         learning_rate=0.01,
         save_steps=save_steps,
         save_total_limit=2,
@@ -98,9 +100,10 @@ def main() -> None:
     plain = Trainer(
         model(), arguments("flash", 100), train_dataset=Numbers(), callbacks=[Began("plain")]
     )
-    plain.train(resume_from_checkpoint=os.path.join(FOLDER, "flash", "checkpoint-6"))
+    plain.train(resume_from_checkpoint=os.path.join(FOLDER, "flash", "checkpoint-38"))
     training.note(FOLDER, "plain", state_of(plain))
 
 
 if __name__ == "__main__":
     main()
+    training.leave()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of the checkpoints on this node, in numbers: for the beats, and so for Prometheus."""
+
+import asyncio
+from collections import Counter
+
+from holdfast.core.node.saver import SavedStep
+from holdfast.model.checkpoint import Version
+from holdfast.protocol.checkpoints import Tally
+
+
+class TallyBook:
+    """Counts from the start of the agent on."""
+
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._saves = 0
+        self._waited_s = 0.0
+        #: Of versions that not all workers of this node have sealed: the longest wait.
+        self._waits: dict[Version, float] = {}
+        self._step, self._saved_at = -1, 0.0
+        self._restored: Counter[str] = Counter()
+        self._written_s = 0.0
+        self.written_bytes = 0
+
+    def sealed(self, version: Version, waited_s: float) -> None:
+        """A worker has sealed a part; the training waited so long for it."""
+        self._waits[version] = max(waited_s, self._waits.get(version, 0.0))
+
+    def saved(self, step: SavedStep, *, is_first_node: bool) -> None:
+        """All workers of this node have. The first node of a world counts its saves."""
+        self._step, self._saved_at = step.version.step, self._now()
+        if is_first_node:
+            self._saves += 1
+            self._waited_s += self._waits.get(step.version, 0.0)
+        self._waits = {v: waited_s for v, waited_s in self._waits.items() if v > step.version}
+
+    def moved(self, size: int) -> None:
+        """So many bytes of a part have gone to storage."""
+        self.written_bytes += size
+
+    def written(self, seconds: float) -> None:
+        """A part is on storage; it took so long."""
+        self._written_s += seconds
+
+    def restored(self, source: str) -> None:
+        """A part was made readable for workers: from "memory", "peer", "parity" or "storage"."""
+        self._restored[source] += 1
+
+    def read(self) -> Tally | None:
+        """The numbers now; None if there is nothing to tell."""
+        if self._step < 0 and not (self.written_bytes or self._restored):
+            return None
+        return Tally(
+            saves=self._saves,
+            waited_s=self._waited_s,
+            step=self._step,
+            age_s=self._now() - self._saved_at,
+            written_bytes=self.written_bytes,
+            written_s=self._written_s,
+            restored=dict(self._restored),
+        )

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command finds the master of a job, and asks it what the job does."""
+
+import argparse
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from holdfast.cli.run_options import parse_address
+from holdfast.master import notes
+from holdfast.master.view import JobView
+from holdfast.model.errors import HoldfastError, ProtocolError, RetryableError, UsageError
+from holdfast.protocol import messages as m
+from holdfast.runtime.settings import environment
+from holdfast.runtime.tls import client_tls
+from holdfast.runtime.token import read_token
+from holdfast.runtime.transport import Link, connect
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say which job is meant."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--job", metavar="NAME", help="a job that runs on this machine")
+    which.add_argument("--state", type=Path, metavar="DIR", help="the job of this state directory")
+    which.add_argument("--master", metavar="HOST:PORT", help="a master anywhere")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="the job's token, for --master (default HOLDFAST_TOKEN_FILE)",
+    )
+    parser.add_argument(
+        "--tls-ca", type=Path, metavar="FILE", help="authority of the master's certificate (PEM)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds to wait for the master (default 5)",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, not {text!r}")
+    return seconds
+
+
+# ---- finding the master --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    address: str
+    token_file: Path
+    tls_ca: Path | None
+    http: str = ""
+    """Where its HTTP side is; empty if that is off or unknown."""
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    if arguments.master is not None:
+        parse_address(arguments.master, "--master")
+        token_file = arguments.token_file or environment().get("HOLDFAST_TOKEN_FILE")
+        if not token_file:
+            raise UsageError("--master needs --token-file FILE (or HOLDFAST_TOKEN_FILE)")
+        return Target(arguments.master, Path(token_file), arguments.tls_ca)
+    if arguments.state is not None:
+        note = _note_of(arguments.state)
+    else:
+        note = notes.find(arguments.job)
+    token_file = arguments.token_file or Path(note.token_file)
+    return Target(note.address, token_file, arguments.tls_ca, note.http)
+
+
+def _note_of(state: Path) -> notes.Note:
+    if not state.is_dir():
+        raise UsageError(f"--state {state} is not a directory")
+    for note in notes.read_all():
+        if Path(note.state).resolve() == state.resolve():
+            return note
+    raise RetryableError(f"no master runs on {state} on this machine")
+
+
+# ---- asking it -----------------------------------------------------------------------------------
+
+
+class _Observer:
+    """The client's end of the link: one answer, then stories until the link ends."""
+
+    CALL = 1
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.stories: asyncio.Queue[m.Story | None] = asyncio.Queue()
+
+    def opened(self, link: Link) -> None:
+        """Only servers are told."""
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        match frame.body:
+            case m.Observed(state=state) if not self.answer.done():
+                self.answer.set_result(state)
+            case m.Story():
+                self.stories.put_nowait(frame.body)
+            case other:
+                raise ProtocolError(f"{type(other).__name__} came to an observer")
+
+    def closed(self, link: Link) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(RetryableError("the master hung up before it answered"))
+        self.stories.put_nowait(None)
+
+
+async def watch(
+    target: Target,
+    timeout_s: float,
+    show: Callable[[bytes], None],
+    tell: Callable[[m.Story], None] | None,
+) -> None:
+    """Show the state; with `tell`, tell every story after it until the job or the link ends."""
+    token, tls = read_token(target.token_file), client_tls(target.tls_ca)
+    observer = _Observer()
+    try:
+        async with asyncio.timeout(timeout_s):
+            link = await connect(target.address, observer, token, tls=tls, timeout_s=timeout_s)
+            link.send(m.Observe(follow=tell is not None), _Observer.CALL)
+            state = await observer.answer
+    except TimeoutError:
+        raise _unreachable(target, f"no answer within {timeout_s:g} s") from None
+    except HoldfastError as exc:
+        raise _unreachable(target, str(exc).removeprefix(f"{target.address}: ")) from exc
+    try:
+        show(state)
+        if tell is not None:
+            await _tell_all(observer, tell)
+    finally:
+        link.abort()
+
+
+async def _tell_all(observer: _Observer, tell: Callable[[m.Story], None]) -> None:
+    while (story := await observer.stories.get()) is not None:
+        if story.kind == "Progress":
+            continue  # Once a second: for a status line, not for a list of what happened.
+        tell(story)
+        if story.kind == "JobFinished":
+            return
+    raise RetryableError("the master is gone, but its job may go on: ask again when it is back")
+
+
+def _unreachable(target: Target, why: str) -> RetryableError:
+    hint = ""
+    if target.tls_ca is None and ("no answer" in why or "broke" in why):
+        hint = "; if it uses TLS, give --tls-ca FILE"
+    return RetryableError(f"cannot reach the master at {target.address}: {why}{hint}")
+
+
+def ask(target: Target, timeout_s: float) -> bytes:
+    """The state of the job, as JSON."""
+    states: list[bytes] = []
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(watch(target, timeout_s, states.append, None))
+    return states[0]
+
+
+def decode(state: bytes) -> JobView:
+    """The state for those who show parts of it."""
+    try:
+        return msgspec.json.decode(state, type=JobView)
+    except msgspec.DecodeError as exc:
+        raise ProtocolError(f"the master's state cannot be understood: {exc}") from exc

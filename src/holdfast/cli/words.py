@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers and foreign text, as the commands print them."""
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 node", "2 nodes"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def plain(text: str) -> str:
+    """Text from elsewhere on one line and without anything that a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data in small shares: every worker takes the next one when it needs it. See docs/data.md."""
+
+from holdfast.client.data.parts import Part
+from holdfast.client.data.shards import DataShards
+
+__all__ = ["DataShards", "Part"]

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One dataset: what is cut, who has which piece, and what has come back.
+
+Every sample of an epoch is in exactly one place: not cut yet, open (it came back and waits for
+somebody), in a lease, consumed, or set aside. Only records change this (see shard_state.py).
+
+A lease is *live* until it is consumed to its end or its rest has gone back. Without a checkpoint
+that the dataset follows it is then forgotten. With one it is kept until a saved version is known to
+contain it: until then a restored model would not have seen its samples.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from holdfast.core.job.cutting import Cutter
+from holdfast.core.job.registration import recipe
+from holdfast.model.dataset import Dataset, Lease, Piece
+from holdfast.protocol.data import Consumed
+
+
+@dataclass(slots=True)
+class LeaseState:
+    """A piece in somebody's hands. Its end moves down when the rest goes back."""
+
+    number: int
+    piece: Piece
+    node_id: int
+    scope: int
+    #: How often this very piece has failed before.
+    failures: int
+    #: Consumed up to here, as its worker says.
+    reported: int
+    #: Consumed up to here in the newest version that every rank has marked.
+    marked: int
+    is_live: bool = True
+
+    @property
+    def is_begun(self) -> bool:
+        return self.reported > self.piece.begin
+
+
+class DatasetState:
+    """Samples in their places."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.recipe = recipe(dataset)
+        self.cutter = Cutter(dataset)
+        #: Rises whenever the position jumps.
+        self.term = 0
+        #: The round whose models have read what is consumed; -1 as long as nobody has read.
+        self.round = -1
+        #: Pieces that came back, the lowest last.
+        self.open: list[Piece] = []
+        #: How often pieces in `open` have failed.
+        self.failures: dict[Piece, int] = {}
+        #: Pieces that failed too often, and why; it is not known of those from a checkpoint.
+        self.aside: dict[Piece, str] = {}
+        self.leases: dict[int, LeaseState] = {}
+        self.next_lease = 1
+        #: The live leases of each node; all are of one epoch.
+        self.live: dict[int, dict[int, LeaseState]] = {}
+        self.live_epoch = 0
+        #: Why nobody can read from it as it is; empty if anybody can.
+        self.problem = ""
+        #: Samples reported as consumed, for people.
+        self.reported = 0
+
+    # ---- looking --------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The lowest epoch of which something is left, or the last one that was cut."""
+        if self.live:
+            return self.live_epoch
+        return self.open[-1].epoch if self.open else self.cutter.epoch
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is left of the epoch."""
+        return not self.live and not self.open and self.cutter.is_at_end
+
+    @property
+    def first_left(self) -> int:
+        """The lowest epoch that is not over."""
+        return self.epoch + self.is_drained
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether every piece of the epoch is consumed or set aside, and none can come back."""
+        if 0 < self.dataset.epochs <= epoch or epoch < self.first_left:
+            return True
+        return self.is_drained and self.cutter.total == 0  # Each further epoch is as empty.
+
+    def available(self, epoch: int, want: int) -> tuple[list[Piece], int]:
+        """Pieces of an epoch for somebody who wants some, and how many of them had come back.
+
+        An epoch begins when nothing is left of the one before it.
+        """
+        if epoch != self.first_left:
+            return [], 0
+        came_back = [piece for piece in self.open[: -want - 1 : -1] if piece.epoch == epoch]
+        if epoch < self.cutter.epoch or len(came_back) == want:
+            return came_back, len(came_back)
+        return came_back + self.cutter.next(epoch, want - len(came_back)), len(came_back)
+
+    def lease_on(self, piece: Piece, ahead: int) -> Lease:
+        """A new lease, the `ahead`-th after those that were given out."""
+        return Lease(self.next_lease + ahead, piece, self.cutter.key(piece))
+
+    def not_begun(self, node_id: int) -> tuple[int, ...]:
+        """Leases of which the node has reported nothing: it may not need them yet."""
+        live = self.live.get(node_id, {})
+        return tuple(lease.number for lease in live.values() if not lease.is_begun)
+
+    def too_early(self, scope: int) -> str:
+        """Why a round cannot read yet: what its models have seen is known when they are restored.
+
+        Empty if it can.
+        """
+        series = self.dataset.series
+        if not series or self.round in (-1, scope):
+            return ""
+        follows = f"dataset {self.dataset.name!r} follows the checkpoints of {series}"
+        return f"{follows}: load them before you read"
+
+    def wrong_report(self, consumed: tuple[Consumed, ...]) -> str:
+        """The first claim that cannot be true; empty if there is none."""
+        for said in consumed:
+            lease = self.leases.get(said.lease)
+            if said.lease >= self.next_lease or said.lease < 1:
+                return f"no lease {said.lease} of dataset {self.dataset.name!r} was given out"
+            if lease is None or not lease.is_live:
+                continue
+            begin, end = lease.piece.begin, lease.piece.end
+            if not begin <= said.upto <= end:
+                return f"lease {said.lease} is {begin} to {end}, and not read up to {said.upto}"
+        return ""
+
+    def is_news(self, said: Consumed) -> bool:
+        """Whether a report changes anything: it is cumulative and may be said twice."""
+        lease = self.leases.get(said.lease)
+        if lease is None or not lease.is_live:
+            return False
+        return bool(said.upto > lease.reported or said.problem or said.returned)
+
+    # ---- changes --------------------------------------------------------------------------------
+
+    def grant(self, leases: tuple[Lease, ...], from_open: int, node_id: int, scope: int) -> None:
+        for i, given in enumerate(leases):
+            piece, failures = given.piece, 0
+            if i < from_open:
+                self._take_open(piece)
+                failures = self.failures.pop(piece, 0)
+            else:
+                self.cutter.took(piece)
+            state = LeaseState(
+                given.number, piece, node_id, scope, failures, piece.begin, piece.begin
+            )
+            self.hold(state)
+            self.next_lease = given.number + 1
+        self.round = scope
+
+    def hold(self, lease: LeaseState) -> None:
+        self.leases[lease.number] = lease
+        if lease.is_live:
+            self.live.setdefault(lease.node_id, {})[lease.number] = lease
+            self.live_epoch = lease.piece.epoch
+
+    def _take_open(self, piece: Piece) -> None:
+        if self.open[-1] == piece:
+            self.open.pop()
+        else:
+            self.open.remove(piece)
+
+    def report(self, said: Consumed) -> None:
+        """What a worker says of its lease. A lease that is over does not listen any more."""
+        lease = self.leases.get(said.lease)
+        if lease is None or not lease.is_live:
+            return
+        self._advance(lease, said.upto)
+        if lease.is_live and said.problem:
+            self._give_back(lease, said.problem)
+        elif lease.is_live and said.returned:
+            self._give_back(lease)
+
+    def _advance(self, lease: LeaseState, upto: int) -> None:
+        if upto > lease.reported:
+            self.reported += upto - lease.reported
+            lease.reported = upto
+        if lease.reported >= lease.piece.end:
+            self._end(lease)
+
+    def _give_back(self, lease: LeaseState, problem: str = "") -> None:
+        """The rest is open again, or set aside when it has failed too often."""
+        piece = lease.piece
+        rest = Piece(piece.epoch, piece.extent, lease.reported, piece.end)
+        # Where something was read, what failed before is not what fails now.
+        failures = bool(problem) + (0 if lease.is_begun else lease.failures)
+        lease.piece = Piece(piece.epoch, piece.extent, piece.begin, lease.reported)
+        self._end(lease)
+        if problem and failures >= self.dataset.attempts:
+            self.aside[rest] = problem
+            return
+        insort(self.open, rest, key=lowest_last)
+        if failures:
+            self.failures[rest] = failures
+
+    def _end(self, lease: LeaseState) -> None:
+        lease.is_live = False
+        of_node = self.live[lease.node_id]
+        del of_node[lease.number]
+        if not of_node:
+            del self.live[lease.node_id]
+        self._forget(lease)
+
+    def _forget(self, lease: LeaseState) -> None:
+        if not lease.is_live and (not self.dataset.series or lease.marked >= lease.piece.end):
+            del self.leases[lease.number]
+
+    def give_back(self, numbers: list[int]) -> None:
+        """These leases have lost their owner. That is nobody's failure."""
+        for number in numbers:
+            lease = self.leases.get(number)
+            if lease is not None and lease.is_live:
+                self._give_back(lease)
+
+    def abandoned(self, *, before: int, node_id: int) -> list[int]:
+        """Live leases of older rounds, or of a node, that nobody is going to restore."""
+        if self.dataset.series:
+            return []
+        found = (lease for live in self.live.values() for lease in live.values())
+        return [
+            lease.number for lease in found if lease.node_id == node_id or 0 < lease.scope < before
+        ]
+
+    def mark(self, number: int, upto: int) -> None:
+        """A version that every rank has saved contains the lease up to here."""
+        lease = self.leases.get(number)
+        if lease is None:
+            return
+        lease.marked = max(lease.marked, min(upto, lease.piece.end))
+        if lease.is_live:
+            self._advance(lease, lease.marked)
+        else:
+            self._forget(lease)
+
+
+def lowest_last(piece: Piece) -> tuple[int, int, int]:
+    """Sorts pieces so that the next one to be dealt can be popped."""
+    return -piece.epoch, -piece.extent, -piece.begin

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which version every node has copied to others, and what follows when a copy fails.
+
+Each node copies one version after the other. It tells when it is through with one, and is answered
+when that version is *safe*, which is when every node of the round is through with it. So all nodes
+wait for the same version, and for no other: whoever has copied a newer one has skipped it.
+
+A node whose copy failed tells so at once. It gets another peer for the rest of the round, or the
+version is given up and nobody waits for it any longer; what was safe before stays so.
+"""
+
+from holdfast.core.job import events as ev
+from holdfast.core.job.commands import Reply
+from holdfast.core.job.crew import Crew
+from holdfast.core.kernel import Outcome
+from holdfast.model.checkpoint import NONE, Version
+from holdfast.model.ids import NodeId
+from holdfast.protocol import checkpoints as c
+from holdfast.protocol import messages as m
+
+PASSED_OVER_MAX = 4
+"""So many peers may fail a node before it goes without: often none of them has room."""
+
+
+class Replication:
+    """The copies of one directory in the present round. Nothing here is durable."""
+
+    def __init__(self, directory: str, crew: Crew) -> None:
+        self._directory = directory
+        self._crew = crew
+        self.safe = NONE
+        #: Why the newest version has no copies; empty while all is well.
+        self.problem = ""
+        #: What is being waited for, and who has copied it.
+        self._version = NONE
+        self._waiting: dict[NodeId, ev.CheckpointRequested] = {}
+        #: This version and all before it are not waited for.
+        self._given_up = NONE
+        #: The peers with which a node's copies failed in this round.
+        self._passed_over: dict[NodeId, set[NodeId]] = {}
+
+    def replicated(self, out: Outcome, request: ev.CheckpointRequested, body: c.Replicated) -> None:
+        """A node of the round has copied its parts; answered when that is of use, or of none."""
+        version = body.version
+        if version == self.safe:
+            out.commands.append(_answer(request, m.Done()))
+            return
+        if self._is_over(version):
+            why = self.problem or "another node has skipped it"
+            refusal = f"step {version.step} is not waited for any more: {why}"
+            out.commands.append(_answer(request, m.Refused("rejected", refusal)))
+            return
+        if version > self._version:
+            why = f"{self._name(request.node_id)} has skipped step {self._version.step}"
+            self._answer_all(out, m.Refused("rejected", why))
+            self._version = version
+        self._waiting[request.node_id] = request
+        if len(self._waiting) == len(self._crew.index):
+            self._answer_all(out, m.Done())
+            self.safe = version
+            if self.problem:
+                self.problem = ""
+                out.facts.append(ev.CopiesResumed(self._directory, version))
+
+    def failed(self, out: Outcome, node_id: NodeId, body: c.CopyFailed) -> c.Peers:
+        """Who shall get the copies of this node from now on; nobody: it goes on without."""
+        if self._is_over(body.version) or body.version == self.safe:
+            return c.Peers(())
+        peers = self._other_peers(node_id, body)
+        what = f"{self._name(node_id)} could not copy step {body.version.step}"
+        if body.peer >= 0:
+            what += f" to {self._name(NodeId(body.peer))}"
+        if peers:
+            ranks = ", ".join(str(self._crew.node_rank(NodeId(peer.node_id))) for peer in peers)
+            told = f"{what}, its copies go to node rank {ranks} from now on: {body.problem}"
+            out.facts.append(ev.CopyFailed(self._directory, body.version, told))
+        else:
+            self._give_up(out, body.version, f"{what}: {body.problem}")
+        return c.Peers(peers)
+
+    def node_lost(self, node_id: NodeId) -> None:
+        self._waiting.pop(node_id, None)
+
+    def round_over(self, out: Outcome) -> None:
+        """Other nodes are there now: nothing of before counts."""
+        self._answer_all(out, m.Refused("stale", "a new round has begun"))
+        self.safe = self._version = self._given_up = NONE
+        self.problem = ""
+        self._passed_over.clear()
+
+    def _is_over(self, version: Version) -> bool:
+        return version < self._version or version <= self._given_up
+
+    def _other_peers(self, node_id: NodeId, body: c.CopyFailed) -> tuple[c.Peer, ...]:
+        passed_over = self._passed_over.setdefault(node_id, set())
+        passed_over.add(NodeId(body.peer))
+        peers: tuple[c.Peer, ...] = ()
+        if len(passed_over) <= PASSED_OVER_MAX:
+            ring = self._crew.ring
+            peers = self._crew.peers(ring.replica_peers(node_id, body.replicas, passed_over))
+        if not peers:
+            # With the next version all of them are tried again.
+            del self._passed_over[node_id]
+        return peers
+
+    def _give_up(self, out: Outcome, version: Version, why: str) -> None:
+        self._given_up = version
+        if self._version <= version:
+            self._answer_all(out, m.Refused("rejected", why))
+        if not self.problem:
+            told = f"{why}; training goes on without, and step {self.safe.step} stays safe"
+            if self.safe == NONE:
+                told = f"{why}; training goes on without"
+            out.facts.append(ev.CopyFailed(self._directory, version, told))
+        self.problem = why
+
+    def _answer_all(self, out: Outcome, answer: m.Answer) -> None:
+        for request in self._waiting.values():
+            out.commands.append(_answer(request, answer))
+        self._waiting.clear()
+
+    def _name(self, node_id: NodeId) -> str:
+        return f"node rank {self._crew.node_rank(node_id)}"
+
+
+def _answer(request: ev.CheckpointRequested, answer: m.Answer) -> Reply:
+    return Reply(request.link, request.call, answer)

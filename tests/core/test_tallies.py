@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a job in numbers: each thing counted once, whoever comes, goes or restarts."""
+
+from holdfast.core.job import events as ev
+from holdfast.core.job.tallies import Tallies
+from holdfast.model.checkpoint import Version
+from holdfast.model.ids import Generation, NodeId, NodeRank, Round
+from holdfast.model.node import ExitReason
+from holdfast.model.world import World
+from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import Tally
+from tests.core.ledger import member
+
+
+def world(*nodes: int) -> ev.WorldFormed:
+    members = tuple(member(node) for node in nodes)
+    formed = World(round=Round(1), generation=Generation(1), members=members)
+    return ev.WorldFormed(formed, "a test", planned=False)
+
+
+def told(node: int, tally: Tally | None) -> ev.BeatReceived:
+    return ev.BeatReceived(NodeId(node), m.Beat(1, 0, -1, -1.0, -1.0, 0.0, 0, tally))
+
+
+def lost(node: int) -> ev.NodeLost:
+    return ev.NodeLost(NodeId(node), NodeRank(node), ExitReason.LOST, "gone", proven=True)
+
+
+def tally(saves: int, step: int, written: int = 0, **restored: int) -> Tally:
+    return Tally(saves, saves / 10, step, 1.0, written, written / 100, restored)
+
+
+def test_nodes_are_added_up_and_the_newest_tally_of_each_counts() -> None:
+    tallies = Tallies()
+    tallies.handle(world(0, 1), 0.0)
+    tallies.handle(told(0, tally(3, 3, 100)), 1.0)
+    tallies.handle(told(0, tally(5, 5, 200, memory=1)), 2.0)
+    tallies.handle(told(1, tally(0, 4, 50, memory=2, peer=1)), 3.0)
+    tallies.handle(told(1, None), 4.0)
+    view = tallies.view(10.0)
+    assert (view["saves"], view["waited_s"]) == (5, 0.5)
+    assert (view["written_bytes"], view["written_s"]) == (250, 2.5)
+    assert view["restored"] == {"memory": 3, "peer": 1}
+
+
+def test_memory_has_what_every_node_of_the_world_has() -> None:
+    tallies = Tallies()
+    tallies.handle(world(0, 1), 0.0)
+    tallies.handle(told(0, tally(5, 5)), 2.0)
+    assert tallies.view(10.0)["memory_step"] == -1
+    assert tallies.view(10.0)["memory_age_s"] == -1
+    tallies.handle(told(1, tally(0, 4)), 3.0)
+    tallies.handle(told(2, tally(0, 1)), 3.0)
+    assert tallies.view(10.0)["memory_step"] == 4
+    assert tallies.view(10.0)["memory_age_s"] == 9
+
+
+def test_what_a_lost_node_has_done_still_counts() -> None:
+    tallies = Tallies()
+    tallies.handle(world(0, 1), 0.0)
+    for node in (0, 1):
+        tallies.handle(told(node, tally(5, 5, 100, storage=1)), 1.0)
+    tallies.handle(lost(0), 2.0)
+    tallies.handle(lost(1), 2.0)
+    tallies.handle(lost(7), 2.0)
+    view = tallies.view(10.0)
+    assert (view["saves"], view["written_bytes"], view["restored"]) == (10, 200, {"storage": 2})
+    assert view["memory_step"] == -1
+
+
+def test_commits_and_failures_are_counted_and_the_last_commit_has_an_age() -> None:
+    tallies = Tallies()
+    assert tallies.view(5.0)["storage_age_s"] == -1
+    tallies.handle(ev.CheckpointCommitted("/ckpt", Version(0, 5), "x-1"), 6.0)
+    tallies.handle(ev.AttemptFailed("/ckpt", Version(0, 6), "x-2", "no space"), 7.0)
+    tallies.handle(ev.CheckpointCommitted("/other", Version(0, 7), "x-3"), 8.0)
+    view = tallies.view(10.0)
+    assert (view["commits"], view["failures"], view["storage_age_s"]) == (2, 1, 2)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that is over: how long its master waits for what its agents still hold in memory."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from holdfast.master import service
+from holdfast.master.process import MasterSettings, run_master
+from holdfast.model.job import JobSpec
+from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import Tally
+from holdfast.runtime.token import read_token
+from holdfast.runtime.transport import connect
+from tests.integration.live_master import RULES, HollowAgent
+
+SILENCE_S, STALL_S = 0.6, 1.2
+TURN_S = 0.2
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _short_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(service, "FAREWELL_S", SILENCE_S)
+    monkeypatch.setattr(service, "FLUSH_S", STALL_S)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def beat(written: int) -> m.Beat:
+    tally = Tally(1, 0.1, 5, 1.0, written, 0.1, {})
+    return m.Beat(0, 0, -1, -1.0, -1.0, 0.0, 0, tally)
+
+
+class Ending:
+    """A master in this process whose job has just failed, and its one agent."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.said: list[str] = []
+
+    async def begin(self) -> None:
+        settings = MasterSettings(
+            job="t",
+            listen="127.0.0.1:0",
+            state=self._folder / "state",
+            token_file=None,
+            http="",
+            tls_cert=None,
+            tls_key=None,
+            insecure=False,
+            spec=JobSpec(),
+        )
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        serving = run_master(settings, say=self.said.append, announce=address.set_result)
+        self.master = asyncio.create_task(serving)
+        self.agent = HollowAgent()
+        where = await asyncio.wait_for(address, WAIT_S)
+        token = read_token(self._folder / "state" / "token")
+        self.agent.use(await connect(where, self.agent, token))
+        attach = m.Attach(agent_key="a", rules=RULES, nproc=2, host="a", store_port=1)
+        assert isinstance(await self.agent.ask(attach), m.Attached)
+        await self.agent.ask(m.StopJob("it failed for good"))
+        await self.agent.pushed(m.JobEnded)
+
+    async def turn(self, written: int) -> bool:
+        """The agent beats and time passes; whether the master is still there."""
+        await self.agent.ask(beat(written))
+        done, _ = await asyncio.wait((self.master,), timeout=TURN_S)
+        return not done
+
+    async def rest(self) -> m.JobEnded:
+        return await asyncio.wait_for(self.master, WAIT_S)
+
+
+def test_it_waits_as_long_as_something_reaches_storage_and_no_longer(tmp_path: Path) -> None:
+    """The prior art's master ends with the job, and what was in memory is lost."""
+
+    async def scene() -> None:
+        ending = Ending(tmp_path)
+        await ending.begin()
+        turns = int(2 * STALL_S / TURN_S)
+        assert [await ending.turn(1000 * turn) for turn in range(turns)] == [True] * turns
+        # From here on it only beats.
+        left = 0
+        while await ending.turn(1000 * turns):
+            left += 1
+            assert left < 50
+        assert left >= 2
+        assert not (await ending.rest()).ok
+        assert any("did not hang up" in text for text in ending.said)
+
+    asyncio.run(scene())
+
+
+def test_it_does_not_wait_for_an_agent_of_which_nothing_is_heard(tmp_path: Path) -> None:
+    async def scene() -> None:
+        ending = Ending(tmp_path)
+        await ending.begin()
+        began = asyncio.get_running_loop().time()
+        await ending.rest()
+        assert asyncio.get_running_loop().time() - began < STALL_S
+
+    asyncio.run(scene())
+
+
+def test_it_ends_at_once_when_all_have_hung_up(tmp_path: Path) -> None:
+    async def scene() -> None:
+        ending = Ending(tmp_path)
+        await ending.begin()
+        ending.agent.hang_up()
+        await ending.rest()
+        assert not any("did not hang up" in text for text in ending.said)
+
+    asyncio.run(scene())
