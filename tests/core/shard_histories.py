@@ -92,7 +92,24 @@ class History(Readers):
             self.new_round()
         self.ghosts = []
 
+    def save_at_the_end(self) -> None:
+        """The world breaks right after a save: its words are under way."""
+        if self.rng.random() < 0.5:
+            step = max((worker.step for worker in self.world), default=0) + 1
+            for worker in self.world:
+                is_reading = worker.state == "reading" and worker.may_train
+                if worker.node in self.nodes and is_reading and step < LAST_STEP:
+                    self.save(worker, step)
+
+    def hear_late(self) -> None:
+        """The word of a node may come after the end of its round: each has its own stream."""
+        for _ in range(self.rng.randrange(len(self.wire) + 1)):
+            late = [i for i, (_, e) in enumerate(self.wire) if isinstance(e, ev.DataMarks)]
+            if late:
+                self.arrive(self.rng.choice(late))
+
     def new_round(self) -> None:
+        self.save_at_the_end()
         self.faults += self.round > 0
         self.round += 1
         for worker in self.world:
@@ -112,6 +129,7 @@ class History(Readers):
             for rank in range(self.world_size)
         ]
         self.master.feed(ev.WorldFormed(self._world(), "", False), self.now)
+        self.hear_late()
         self.answers += self.master.write()
         self.saved = {}
         if self.follows:
@@ -155,7 +173,8 @@ class History(Readers):
         self.master.versions = {v: p for v, p in self.master.versions.items() if v <= version}
         for worker in self.world:
             worker.forget_data()
-            worker.step, worker.may_train = max(0, version.step), True
+            # Who restored the very last step goes on from any.
+            worker.step, worker.may_train = max(0, version.step) % LAST_STEP, True
 
     def roll_back(self) -> None:
         """The script loads an older state in the middle of the round."""
@@ -173,12 +192,25 @@ class History(Readers):
 
     def lose_node(self) -> None:
         node = self.rng.choice(self.nodes)
+        self.save_at_the_end()
         self.nodes.remove(node)
-        self.wire = [(n, event) for n, event in self.wire if n != node or self.rng.random() < 0.3]
+        self.cut_off(node)
         lost = ev.NodeLost(NodeId(node), NodeRank(0), ExitReason.KILLED, "", True)
         self.master.feed(lost, self.now)
+        self.hear_late()
         self.new_round()
         self.ghosts = [ghost for ghost in self.ghosts if ghost.node != node]
+
+    def cut_off(self, node: int) -> None:
+        """Of what was under way from a node something may arrive: of its marks the first ones."""
+        wire, is_cut = self.wire, False
+        self.wire = []
+        for sender, event in wire:
+            is_mark = isinstance(event, ev.DataMarks)
+            if sender == node and (self.rng.random() > 0.3 or (is_mark and is_cut)):
+                is_cut = is_cut or is_mark
+            else:
+                self.wire.append((sender, event))
 
     def break_stream(self) -> None:
         """What was under way on it is lost, both ways; the agent says again what is unanswered."""
