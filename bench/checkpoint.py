@@ -9,6 +9,7 @@ prior art runs if --prior-art names a Python that has it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -50,8 +51,19 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": s
 """The training must not get new memory at every step: its noise is larger than what we measure."""
 
 
+def start_clean() -> None:
+    """Write out and forget what the method before left in the page cache, where that is allowed.
+
+    Otherwise the next one pays for it: its memory must first be taken from there.
+    """
+    os.sync()
+    with contextlib.suppress(PermissionError):
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
 def run_peer(name: str, size: str, args: argparse.Namespace) -> dict[str, Any] | None:
     """One peer in its own process; None if it failed, with its last words on the screen."""
+    start_clean()
     python = args.prior_art if name == PRIOR_ART else sys.executable
     mark = f"HOLDFAST_BENCH={secrets.token_hex(8)}"
     env = {**os.environ, "OMP_NUM_THREADS": "2", **dict([mark.split("=")])}
@@ -71,6 +83,7 @@ def run_peer(name: str, size: str, args: argparse.Namespace) -> dict[str, Any] |
 
 def run_holdfast(size: str, args: argparse.Namespace) -> dict[str, list[list[float]]]:
     """A job of one worker that saves, is killed and restores; its figures by name."""
+    start_clean()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         report = Path(folder) / "report.jsonl"
         argv = [sys.executable, "-m", "holdfast.cli", "run", "--standalone"]

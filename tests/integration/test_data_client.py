@@ -302,10 +302,10 @@ def test_a_worker_whose_position_jumped_opens_the_dataset_again() -> None:
 
 
 def test_reports_are_few_and_say_everything() -> None:
-    """One request per part, with what was consumed before: no message per batch."""
+    """A request or two per part, with what was consumed before: no message per batch."""
     ledger = Away()
     assert len(everything(shards_of(ledger, shard_size=100, report_every_s=60.0))) == 1000
-    assert len(ledger.requests) <= 13
+    assert len(ledger.requests) <= 25
     reported: Counter[int] = Counter()
     for request in ledger.requests:
         reported.update({said.lease: said.upto for said in request.consumed})
