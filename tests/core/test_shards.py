@@ -141,6 +141,7 @@ def test_a_piece_that_fails_again_and_again_is_set_aside_and_stays_visible() -> 
         ledger.restart(compact=compact)
         aside = {"epoch": 0, "extent": 0, "begin": 6, "end": 10, "why": "no such record"}
         assert ledger.view()["set_aside"] == [aside]
+        assert ledger.view()["consumed"] == ledger.view()["size"] - 4
         assert ledger.position().aside == (Piece(0, 0, 6, 10),)
 
 

@@ -46,8 +46,10 @@ def describe(dataset: DatasetState, rate: Rate | None, now: float) -> dict[str, 
     out = sum(lease.piece.end - lease.reported for lease in leases) + sum(map(_length, pieces))
     size = dataset.cutter.size
     per_s = 0.0 if rate is None else rate.per_s(now)
-    consumed = dataset.cutter.size_cut - out if epoch == dataset.cutter.epoch else size - out
-    left_s = (size - consumed) / per_s if size >= 0 and per_s > 0 else -1.0
+    aside = sum(_length(piece) for piece in dataset.aside if piece.epoch == epoch)
+    cut = dataset.cutter.size_cut if epoch == dataset.cutter.epoch else size
+    consumed = cut - out - aside
+    left_s = (size - consumed - aside) / per_s if size >= 0 and per_s > 0 else -1.0
     return {
         "name": what.name,
         "kind": what.kind,
