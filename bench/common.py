@@ -13,12 +13,14 @@ import platform
 import signal
 import statistics
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import psutil
 from rich.console import Console
@@ -205,3 +207,23 @@ def _has_mark(pid: int, marker: str) -> bool:
         return marker.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
+
+
+class Server(Protocol):
+    """A process under measurement."""
+
+    def end(self) -> None: ...
+
+
+Started = TypeVar("Started", bound=Server)
+
+
+@contextmanager
+def running(start: Callable[[Path], Started]) -> Iterator[Started]:
+    """A server with a folder of its own; both are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+        server = start(Path(folder))
+        try:
+            yield server
+        finally:
+            server.end()

@@ -14,15 +14,13 @@ import gc
 import json
 import os
 import resource
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from common import (
     finish,
     print_machine,
     print_table,
+    running,
     standard_parser,
 )
 from holdfast.runtime.token import read_token
@@ -103,17 +102,8 @@ class LiveMaster:
         self._child.communicate()
 
 
-@contextmanager
-def live_master() -> Iterator[LiveMaster]:
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-    try:
-        master = LiveMaster(folder)
-        try:
-            yield master
-        finally:
-            master.end()
-    finally:
-        shutil.rmtree(folder)
+def live_master() -> AbstractContextManager[LiveMaster]:
+    return running(LiveMaster)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from common import (
     finish,
     print_machine,
     print_table,
+    running,
     standard_parser,
 )
 from control_plane import live_master
@@ -159,17 +160,8 @@ class PriorMaster:
         self._child.wait()
 
 
-@contextmanager
-def prior_master(python: str) -> Iterator[PriorMaster]:
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-    try:
-        master = PriorMaster(python, folder)
-        try:
-            yield master
-        finally:
-            master.end()
-    finally:
-        shutil.rmtree(folder)
+def prior_master(python: str) -> AbstractContextManager[PriorMaster]:
+    return running(lambda folder: PriorMaster(python, folder))
 
 
 # ---- (a) dispatch and (d) a billion samples ------------------------------------------------------

@@ -4,6 +4,7 @@
 import contextlib
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -244,3 +245,35 @@ def fetch(client: PeerClient, target: Callable[[int], Slot], timeout_s: float = 
     slot = target(offer.holding.length)
     client.fetch(GET, offer, slot, timeout_s)
     return slot
+
+
+@contextlib.contextmanager
+def started_in(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Starts nodes, and ends them."""
+    nodes: list[Node] = []
+
+    def start(tls: ssl.SSLContext | None = None, idle_s: float = 10.0) -> Node:
+        folder = tmp_path / f"node-{len(nodes)}"
+        folder.mkdir()
+        shelf = Shelf(folder)
+        nodes.append(Node(shelf, PeerServer("127.0.0.1", TOKEN, tls, shelf, idle_s)))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.server.close()
+        node.shelf.close()
+
+
+@contextlib.contextmanager
+def targets_in(tmp_path: Path) -> Iterator[Callable[[int], Slot]]:
+    """Slots to fetch into."""
+    slots: list[Slot] = []
+
+    def make(size: int) -> Slot:
+        slots.append(Slot.create(tmp_path / f"target-{len(slots)}", size))
+        return slots[-1]
+
+    yield make
+    for slot in slots:
+        slot.close()

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from holdfast.checkpoint.parity import rebuild
-from holdfast.checkpoint.peer_server import CONNECTIONS_MAX, PeerServer
+from holdfast.checkpoint.peer_server import CONNECTIONS_MAX
 from holdfast.checkpoint.peers import PeerClient
 from holdfast.checkpoint.slots import HEADER, META_MAX, Slot, SlotMeta, lay_out
 from holdfast.checkpoint.wire import Wire
@@ -40,11 +40,12 @@ from tests.integration.peer_nodes import (
     Fault,
     Node,
     Proxy,
-    Shelf,
     contents,
     fetch,
     image,
     play,
+    started_in,
+    targets_in,
 )
 from tests.waiting import until
 
@@ -53,38 +54,19 @@ IMPATIENT_S = 0.3
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
+    with started_in(tmp_path) as start:
+        yield start
 
-    def start(idle_s: float = 10.0) -> Node:
-        folder = tmp_path / f"node-{len(nodes)}"
-        folder.mkdir()
-        shelf = Shelf(folder)
-        nodes.append(Node(shelf, PeerServer("127.0.0.1", TOKEN, None, shelf, idle_s)))
-        return nodes[-1]
 
-    yield start
-    for node in nodes:
-        node.server.close()
-        node.shelf.close()
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Callable[[int], Slot]]:
+    with targets_in(tmp_path) as target:
+        yield target
 
 
 @pytest.fixture
 def node(start: Callable[..., Node]) -> Node:
     return start()
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Iterator[Callable[[int], Slot]]:
-    """Slots to fetch into."""
-    slots: list[Slot] = []
-
-    def make(size: int) -> Slot:
-        slots.append(Slot.create(tmp_path / f"target-{len(slots)}", size))
-        return slots[-1]
-
-    yield make
-    for slot in slots:
-        slot.close()
 
 
 # ---- fetching --------------------------------------------------------------------------------

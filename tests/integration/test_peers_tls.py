@@ -3,14 +3,12 @@
 
 import os
 import shutil
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.peer_server import PeerServer
 from holdfast.checkpoint.peers import PeerClient
 from holdfast.checkpoint.slots import Slot
 from holdfast.model.errors import AuthError, RetryableError
@@ -24,10 +22,11 @@ from tests.integration.peer_nodes import (
     PART,
     TOKEN,
     Node,
-    Shelf,
     contents,
     fetch,
     image,
+    started_in,
+    targets_in,
 )
 from tests.integration.test_bad_input import self_signed
 from tests.integration.test_vault import VAULTED, kill_node, sources
@@ -38,32 +37,14 @@ IMPATIENT_S = 0.3
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def start(tls: ssl.SSLContext | None = None, idle_s: float = 10.0) -> Node:
-        folder = tmp_path / f"node-{len(nodes)}"
-        folder.mkdir()
-        shelf = Shelf(folder)
-        nodes.append(Node(shelf, PeerServer("127.0.0.1", TOKEN, tls, shelf, idle_s)))
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        node.server.close()
-        node.shelf.close()
+    with started_in(tmp_path) as start:
+        yield start
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Callable[[int], Slot]]:
-    slots: list[Slot] = []
-
-    def make(size: int) -> Slot:
-        slots.append(Slot.create(tmp_path / f"target-{len(slots)}", size))
-        return slots[-1]
-
-    yield make
-    for slot in slots:
-        slot.close()
+    with targets_in(tmp_path) as target:
+        yield target
 
 
 def test_parts_go_both_ways(start: Callable[..., Node], target: Callable[[int], Slot]) -> None:
