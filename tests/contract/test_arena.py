@@ -14,7 +14,6 @@ import pytest
 
 from holdfast.checkpoint.arena import Arena, Busy, Held, PartKey
 from holdfast.checkpoint.digests import Sidecar, read_sidecar, sidecar_path, write_sidecar
-from holdfast.checkpoint.prefault import Prefault
 from holdfast.checkpoint.room import limits_of_group, tightest
 from holdfast.checkpoint.roots import safe_name
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
@@ -50,6 +49,14 @@ def fill(path: Path, step: int, key: PartKey = KEY, size: int = SIZE, lineage: i
         slot.begin(version)
         slot.data[:size] = bytes([step % 256]) * size
         slot.seal(SlotMeta(key.directory, key.part, version, Shape(1, True), files))
+
+
+def die(arena: Arena) -> None:
+    """What is left when an agent is killed: its memory, and nobody who has its lock."""
+    aside = arena.root.with_name("aside")
+    arena.root.rename(aside)
+    arena.close()
+    aside.rename(arena.root)
 
 
 def save(arena: Arena, step: int, slots: int = 2, key: PartKey = KEY, size: int = SIZE) -> Held:
@@ -232,7 +239,7 @@ def test_a_part_cannot_leave_the_arena_by_its_name(arena: Arena, part: str) -> N
         arena.grant(PartKey("/ckpt", part), SIZE, 2)
 
 
-# ---- faulting in ------------------------------------------------------------
+# ---- setting aside ----------------------------------------------------------
 
 
 def test_reserved_slots_become_ready_in_the_background(arena: Arena) -> None:
@@ -252,20 +259,7 @@ def test_ready_memory_is_preferred(arena: Arena) -> None:
     assert arena.grant(KEY, 50 * MIB, 3) == first
 
 
-def test_a_slot_can_be_written_while_it_is_faulted_in(memory: Path) -> None:
-    size, path = 40 * MIB, memory / "slot"
-    prefault = Prefault()
-    allocated, faulted_in = prefault.create(path, size)
-    allocated.result(READY_S)
-    content = os.urandom(size)
-    with path.open("r+b") as file:
-        file.write(content)
-    faulted_in.result(READY_S)
-    assert path.read_bytes() == content
-    prefault.close()
-
-
-def test_closing_stops_faulting_in_and_leaves_nothing(memory: Path) -> None:
+def test_closing_stops_setting_aside_and_leaves_nothing(memory: Path) -> None:
     arena = Arena(memory, "cats", "node-0")
     arena.reserve(KEY, 200 * MIB, 3)
     arena.close()
@@ -312,7 +306,7 @@ def test_a_small_file_system_is_a_limit(small_memory: Path) -> None:
     with pytest.raises(RejectedError, match=r"more slots of 16\.1 MiB are needed"):
         arena.grant(KEY, 16 * MIB, 2)
     assert steps(arena) == [2, 1]
-    # The slot that is replaced counts as free.
+    # The slot that is replaced counts as free, and is: nobody else has its memory open.
     save(arena, 3, size=12 * MIB)
     assert steps(arena) == [3, 2]
     arena.close()
@@ -407,7 +401,7 @@ def test_a_new_agent_adopts_what_a_dead_one_of_its_job_left(memory: Path) -> Non
     assert isinstance(torn, Path)
     sidecar = Sidecar(held.meta.version, 1)
     write_sidecar(held.path, sidecar)
-    dead.close(unlink=False)
+    die(dead)
 
     heir = Arena(memory, "cats", "node-0b")
     save(heir, 7, key=PartKey("/elsewhere", "shared"))
@@ -431,7 +425,7 @@ def test_an_agent_of_the_same_key_finds_its_own_memory_again(memory: Path) -> No
     sidecar_path(held.path.with_name("shared.99")).write_bytes(b"a slot that is gone")
     unsealed = dead.grant(KEY, SIZE, 3)
     assert isinstance(unsealed, Path)
-    dead.close(unlink=False)
+    die(dead)
     again = Arena(memory, "cats", "node-0")
     assert steps(again) == [2, 1]
     files = set(again.root.glob("*/*"))
@@ -443,7 +437,7 @@ def test_jobs_do_not_see_each_other(memory: Path) -> None:
     """The prior art names its segments after ranks: two jobs on a host write into each other's."""
     dead = Arena(memory, "cats", "node-0")
     save(dead, 1)
-    dead.close(unlink=False)
+    die(dead)
     other = Arena(memory, "dogs", "node-0")
     assert other.adopt() == []
     assert other.holdings() == []
@@ -455,7 +449,7 @@ def test_what_dead_jobs_left_is_removed_after_a_while(memory: Path) -> None:
     dead, living = Arena(memory, "cats", "node-0"), Arena(memory, "mice", "node-0")
     held = save(dead, 1)
     save(living, 1)
-    dead.close(unlink=False)
+    die(dead)
     sweeper = Arena(memory, "dogs", "node-0")
     assert sweeper.sweep() == [], "it was touched just now"
     for path in (*dead.root.rglob("*"), dead.root):

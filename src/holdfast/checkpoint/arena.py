@@ -5,8 +5,8 @@
     <root>/<12 hex of the directory>/<part>@<node>.<n>   kept for another node
 
 The rule that everything rests on: the newest sealed slot of a part is not given away for writing,
-nor is one that somebody has pinned. An arena is used by one thread, the agent's event loop; what
-takes long (allocating, faulting in) is done by a thread of low priority behind it.
+nor is one that somebody has pinned. An arena is used by one thread, the agent's event loop; setting
+memory aside takes long and is done by a thread of low priority behind it.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from types import TracebackType
 from msgspec import Struct
 
 from holdfast.checkpoint import room
+from holdfast.checkpoint.allocating import Allocator
 from holdfast.checkpoint.digests import sidecar_path
-from holdfast.checkpoint.prefault import Prefault
 from holdfast.checkpoint.roots import Root
 from holdfast.checkpoint.slots import Slot, SlotMeta, file_size
 from holdfast.model.checkpoint import NONE, Version
@@ -67,7 +67,6 @@ class _SlotState:
     path: Path
     size: int
     allocated: "Future[None]"
-    faulted_in: "Future[None]"
     meta: SlotMeta | None = None
     is_granted: bool = False
     pins: list["Pin"] = field(default_factory=list)
@@ -80,10 +79,9 @@ class _SlotState:
     def is_free(self) -> bool:
         return not self.is_granted and not self.pins
 
-    def cost_of_writing(self, size: int) -> tuple[Version, bool, bool, bool]:
+    def cost_of_writing(self, size: int) -> tuple[Version, bool, bool]:
         """The lowest is written first: the oldest; of the empty ones, what fits and is ready."""
-        is_small = self.size < size
-        return self.version, is_small, not self.allocated.done(), not self.faulted_in.done()
+        return self.version, self.size < size, not self.allocated.done()
 
 
 class Pin:
@@ -120,7 +118,7 @@ class Arena:
         self._memory_dir = memory_dir
         self._root = Root.take(memory_dir, job, agent_key)
         self._slots: dict[Path, _SlotState] = {}
-        self._prefault = Prefault()
+        self._allocator = Allocator()
         self._number = _highest_number(self._root.path)
         self._take_over(self._root.path)
         self._remove_strays()
@@ -226,14 +224,11 @@ class Arena:
             dead.remove()
         return removed
 
-    def close(self, unlink: bool = True) -> None:
-        """End. Without `unlink` the slots stay, for an agent of the same job to adopt."""
-        self._prefault.close()
+    def close(self) -> None:
+        """End, and give all memory back."""
         self._slots.clear()
-        if unlink:
-            self._root.remove()
-        else:
-            self._root.release()
+        self._root.remove()
+        self._allocator.close()
 
     def _of(self, key: PartKey) -> list[_SlotState]:
         return [slot for slot in self._slots.values() if slot.key == key]
@@ -283,10 +278,10 @@ class Arena:
             raise RejectedError(f"a part cannot be called {key.part!r}")
         path = self._new_path(key)
         try:
-            allocated, faulted_in = self._prefault.create(path, file_size(size))
+            allocated = self._allocator.create(path, file_size(size))
         except OSError as exc:
             raise self._no_memory(key, size, exc) from exc
-        slot = _SlotState(key, path, file_size(size), allocated, faulted_in)
+        slot = _SlotState(key, path, file_size(size), allocated)
         self._slots[path] = slot
         return slot
 
@@ -336,7 +331,7 @@ class Arena:
                 sidecar_path(path).rename(sidecar_path(place))
             done: Future[None] = Future()
             done.set_result(None)
-            self._slots[place] = _SlotState(key, place, place.stat().st_size, done, done, meta)
+            self._slots[place] = _SlotState(key, place, place.stat().st_size, done, meta)
 
 
 def _highest_number(root: Path) -> int:

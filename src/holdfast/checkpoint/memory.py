@@ -12,8 +12,9 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _MADV_POPULATE_WRITE = 23
 _PAGE = 4096
-PIECE = 64 * 1024 * 1024
-"""Memory is faulted in by pieces of this size, so that it can be stopped in between."""
+_PIECE = 4 * 1024 * 1024
+"""Memory is faulted in by pieces of this size. Meanwhile nobody else in the process can map or
+unmap memory, and first touch may run at 0.3 GB/s: that is 14 ms."""
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_THIS_THREAD = 1
@@ -54,10 +55,10 @@ def fault_in(address: int, length: int, is_stopped: Callable[[], bool] = lambda:
 
     What is in the memory stays as it is; others may write to it meanwhile.
     """
-    for offset in range(0, length, PIECE):
+    for offset in range(0, length, _PIECE):
         if is_stopped():
             return False
-        size = min(PIECE, length - offset)
+        size = min(_PIECE, length - offset)
         if _LIBC.madvise(address + offset, size, _MADV_POPULATE_WRITE) != 0:
             touch(address + offset, size)
     return True

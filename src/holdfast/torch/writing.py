@@ -62,10 +62,7 @@ class PartWriter:
         self._faulting: list[_Faulting] = []
 
     def reserve(self, part: str, images: Iterable[Image], more: int = 0) -> None:
-        """Have memory for these files, and `more` bytes, made ready in the background.
-
-        It is mapped here too: the pages of a mapping cost each process their time once.
-        """
+        """Have memory for these files, and `more` bytes, made ready in the background."""
         paths = self._client.reserve(part, _rounded(_length(images) + more))
         slots = [self._mapped(path) for path in paths]
         self._faulting.append(_Faulting(slots))
@@ -80,6 +77,9 @@ class PartWriter:
         marks: Marks | None = None,
     ) -> BegunStep:
         """Ask for slots and write everything but the tensors."""
+        self._forget_removed()
+        for faulting in self._faulting:
+            faulting.pause()
         granted = [
             (part, images, self._client.slot(part, step, _rounded(_length(images))))
             for part, images in parts.items()
@@ -113,6 +113,8 @@ class PartWriter:
 
     def seal(self, step: BegunStep, waited_s: float) -> None:
         """Everything is copied: make it a checkpoint. The training waited so long for it."""
+        for faulting in self._faulting:
+            faulting.go_on()
         own = rank_part(self._client.place.rank)
         for part in step.parts:
             part.slot.seal(part.meta)
@@ -164,24 +166,46 @@ class PartWriter:
 
 
 class _Faulting:
-    """Faults slots into this process, in a thread that steps back for all others."""
+    """Touches slots for the first time, in a thread that steps back for all others.
+
+    One slot after the other, in the order in which they will be written: the first save finds the
+    first slot ready however long the others take. Nobody else touches them: two who fault in the
+    same memory hold each other up. While a save is under way, it has the memory to itself.
+    """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
-        self._is_stopped = threading.Event()
+        self._is_stopped = False
+        self._may_run = threading.Event()
+        self._may_run.set()
         # A daemon: nothing is lost with it when the program ends.
         self._thread = threading.Thread(target=self._run, name="holdfast-memory", daemon=True)
         self._thread.start()
 
+    def pause(self) -> None:
+        """Stop after the piece in hand until `go_on`."""
+        self._may_run.clear()
+
+    def go_on(self) -> None:
+        """May be called whether it is paused or not."""
+        self._may_run.set()
+
     def stop(self) -> None:
         """Return when the memory is not touched any more."""
-        self._is_stopped.set()
+        self._is_stopped = True
+        self._may_run.set()
         self._thread.join(60.0)
 
     def _run(self) -> None:
         low_priority()
         for slot in self._slots:
-            fault_in(slot.address, slot.capacity, self._is_stopped.is_set)
+            if not fault_in(slot.address, slot.capacity, self._wait):
+                return
+
+    def _wait(self) -> bool:
+        """Until no save is under way, or for long enough for one; whether to stop."""
+        self._may_run.wait(60.0)
+        return self._is_stopped
 
 
 def _length(images: Iterable[Image]) -> int:
