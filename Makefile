@@ -29,7 +29,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/setup
+$(STAMP): pyproject.toml scripts/setup src/holdfast/checkpoint/_streaming.c
 	@PYTHON='$(PYTHON)' scripts/setup $(VENV)
 	@touch $@
 
@@ -71,5 +71,5 @@ soak: $(STAMP)
 	done
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info src/holdfast/checkpoint/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests $(wildcard bench) $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,20 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copier copies everything exactly, says when, and touches no memory after it was stopped."""
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.checkpoint.copier import TURN_BYTES, Copier, Copy, CopyJob, Task
+from holdfast.checkpoint.copier import (
+    TURN_BYTES,
+    Copier,
+    Copy,
+    CopyBytes,
+    CopyJob,
+    Task,
+    best_copy,
+)
 from holdfast.checkpoint.memory import address_of, fault_in, low_priority, touch
 from holdfast.model.errors import TimedOutError
 
 WAIT_S = 20.0
+NOT_BUILT = "holdfast.checkpoint.not_built"
+LINE = 64
+
+is_built = pytest.mark.skipif(
+    best_copy() is ctypes.memmove, reason="the C extension was not built: there was no compiler"
+)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(best_copy(), marks=is_built, id="extension"),
+        pytest.param(best_copy(NOT_BUILT), id="C library"),
+    ]
+)
+def copy_bytes(request: pytest.FixtureRequest) -> CopyBytes:
+    made: CopyBytes = request.param
+    return made
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -72,6 +100,81 @@ def test_every_byte_is_copied_and_no_other(copier: Copier, lengths: list[int]) -
     target = bytearray(total + 1)
     copier.run(copies(source, target, lengths), WAIT_S)
     assert target == source + b"\0"
+
+
+def check_copy(
+    copy_bytes: CopyBytes, source: bytes, length: int, begins: Sequence[tuple[int, int]]
+) -> None:
+    """Copy to and from these offsets, counted from the begin of a line of the cache."""
+    room = bytearray(length + 4 * LINE)
+    at_line = -address_of(memoryview(room)) % LINE
+    source_line = -address_of(memoryview(source)) % LINE
+    for target_begin, source_begin in begins:
+        target, first = at_line + LINE + target_begin, source_line + source_begin
+        room[:] = b"\xa5" * len(room)
+        copy_bytes(
+            address_of(memoryview(room)) + target, address_of(memoryview(source)) + first, length
+        )
+        before, after = room[:target], room[target + length :]
+        assert room[target : target + length] == source[first : first + length]
+        assert before == b"\xa5" * len(before)
+        assert after == b"\xa5" * len(after)
+
+
+def test_every_alignment_and_every_short_length(copy_bytes: CopyBytes) -> None:
+    source = os.urandom(4 * LINE + 200)
+    begins = [(target, first) for target in range(LINE) for first in range(17)]
+    for length in range(201):
+        # All of them only for some: a line is copied in four steps of 16 bytes.
+        few = begins if length % LINE in (0, 1, LINE - 1) else begins[length % 23 :: 23]
+        check_copy(copy_bytes, source, length, few)
+
+
+@pytest.mark.parametrize("length", [4096, 1 << 20, (1 << 20) + LINE - 1, TURN_BYTES + 1])
+def test_long_copies_end_where_they_should(copy_bytes: CopyBytes, length: int) -> None:
+    source = os.urandom(length + 2 * LINE)
+    check_copy(copy_bytes, source, length, [(0, 0), (1, 0), (0, 1), (63, 17)])
+
+
+def test_the_last_bytes_of_mapped_memory_can_be_copied(copy_bytes: CopyBytes) -> None:
+    """What lies behind a tensor may not be mapped: nothing may be read or written there."""
+    size = 1 << 16
+    with mmap.mmap(-1, size) as source, mmap.mmap(-1, size) as target:
+        source[:] = os.urandom(size)
+        with memoryview(source) as from_view, memoryview(target) as to_view:
+            copy_bytes(address_of(to_view) + 3, address_of(from_view) + 3, size - 3)
+        assert target[:] == b"\0\0\0" + source[3:]
+
+
+def test_other_threads_run_during_a_copy(copy_bytes: CopyBytes) -> None:
+    """The training must not stand still: only who runs meanwhile can see a copy half done."""
+    length = 4 * TURN_BYTES
+    # Which one is first is not known: the C library may begin at the end.
+    one, other = TURN_BYTES, 3 * TURN_BYTES
+    source, target = bytearray(b"\1" * length), bytearray(length)
+    addresses = address_of(memoryview(target)), address_of(memoryview(source))
+    deadline = time.monotonic() + WAIT_S
+    is_seen = False
+    while not is_seen and time.monotonic() < deadline:
+        target[one] = target[other] = 0
+        thread = threading.Thread(target=copy_bytes, args=(*addresses, length))
+        thread.start()
+        while thread.is_alive() and not is_seen:
+            is_seen = target[one] > target[other] or target[other] > target[one]
+        thread.join(WAIT_S)
+    assert is_seen
+
+
+def test_without_a_compiler_the_c_library_copies() -> None:
+    """The extension is optional: an installation without it works, only slower."""
+    assert best_copy(NOT_BUILT) is ctypes.memmove
+
+
+@is_built
+@pytest.mark.parametrize("given", [(1, 1, -1), (1, 1), ("1", 1, 1), (1, 1, 2**70)])
+def test_the_extension_refuses_what_it_cannot_copy(given: Sequence[object]) -> None:
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        best_copy()(*given)  # type: ignore[arg-type]
 
 
 def test_what_copies_itself_is_called_once(copier: Copier) -> None:
