@@ -8,15 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Jobs, playground
+from tests.waiting import until
 
 STEPS = str(SCRIPTS / "steps.py")
 TALK = str(SCRIPTS / "talk.py")
 DUMP = str(SCRIPTS / "dump_environment.py")
 
-BOUNDED_S = 30.0
+BOUNDED_S = 60.0
 """Far below the minutes that a hang would take, far above the second that it does take."""
 
 EQUAL_TO_TORCHRUN = (
@@ -62,6 +64,17 @@ def test_ctrl_c_works_before_the_workers_run(jobs: Jobs) -> None:
     job.wait_line("the master serves")
     job.interrupt()
     assert job.wait(BOUNDED_S) == 130
+    jobs.expect_nothing_left(BOUNDED_S)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_works_while_the_master_comes_up(jobs: Jobs, number: signal.Signals) -> None:
+    """It is passed on to a master that dies of it, being too young to end the job in order."""
+    job = jobs.run("--grace", "600", "--local-nodes", "2", STEPS)
+    until(lambda: psutil.Process(job.pid).children(), LIMIT_S, "the master")
+    job.send(number)
+    assert job.wait(LIMIT_S) == 128 + number
+    assert "Traceback" not in job.text
     jobs.expect_nothing_left(BOUNDED_S)
 
 

@@ -91,9 +91,15 @@ def test_follow_tells_what_happens_until_the_job_ends(home: Home) -> None:
     assert kinds[-1] == "JobFinished"
 
 
+def ignore_ctrl_c() -> None:
+    """As a script does for what it puts into the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("before", [None, ignore_ctrl_c])
 @pytest.mark.parametrize("ending", [signal.SIGINT, None])
 def test_follow_ends_with_ctrl_c_or_with_the_master(
-    home: Home, ending: signal.Signals | None
+    home: Home, ending: signal.Signals | None, before: Callable[[], None] | None
 ) -> None:
     async def follow(master: Master) -> tuple[int | None, bytes, bytes]:
         follower = await asyncio.create_subprocess_exec(
@@ -101,6 +107,7 @@ def test_follow_ends_with_ctrl_c_or_with_the_master(
             env=home.environment(),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            preexec_fn=before,
         )
         assert follower.stdout is not None
         first = await asyncio.wait_for(follower.stdout.readline(), START_S)
@@ -176,10 +183,10 @@ def test_nobody_answers_or_somebody_else_does(home: Home) -> None:
     token = home.folder / "token"
     token.write_text("0" * 64)
     token.chmod(0o600)
-    rest = ("--token-file", str(token), "--timeout", "0.3")
+    rest = ("--token-file", str(token))
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        silent = home.run("status", "--master", address, *rest)
+        silent = home.run("status", "--master", address, *rest, "--timeout", "0.3")
     refused = home.run("status", "--master", address, *rest)
     assert (silent.returncode, refused.returncode) == (1, 1)
     assert "--tls-ca" in the_sentence(silent.stderr)

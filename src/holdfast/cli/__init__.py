@@ -2,8 +2,11 @@
 """The `holdfast` command: one file per subcommand."""
 
 import argparse
+import functools
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from holdfast import __version__
@@ -24,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 when the job failed, 2 for a mistake of the user."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        with _ending_at_ctrl_c():
+            command = _find(words)
+        return command()
     except UsageError as exc:
         print(f"holdfast: {exc}", file=sys.stderr)
         return EXIT_USAGE
@@ -35,16 +40,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _dispatch(words: list[str]) -> int:
+@contextmanager
+def _ending_at_ctrl_c() -> Iterator[None]:
+    """Until a command begins, Ctrl-C just ends the process; from then on it is an exception.
+
+    An exception within an import may be swallowed, and nothing needs an end in order yet. A script
+    starts what it puts into the background with SIGINT ignored: whoever sends it then means it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _find(words: list[str]) -> Callable[[], int]:
+    """The command that is meant, with what it was given."""
     # `run` has torchrun's grammar, in which everything after the script belongs to the script.
     if words[:1] == ["run"]:
         from holdfast.cli import run
 
-        return run.main(words[1:])
+        return functools.partial(run.main, words[1:])
     if words[:1] == ["node"]:
         from holdfast.cli import node
 
-        return node.main(words[1:])
+        return functools.partial(node.main, words[1:])
     from holdfast.cli import ckpt, data, demo, master, status
 
     parser = _Parser(
@@ -59,5 +79,4 @@ def _dispatch(words: list[str]) -> int:
     for command in (master, status, ckpt, data, demo):
         command.add_parser(commands)
     arguments = parser.parse_args(words)
-    code: int = arguments.run(arguments)
-    return code
+    return functools.partial(arguments.run, arguments)

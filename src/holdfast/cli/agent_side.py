@@ -21,6 +21,7 @@ from holdfast.protocol import messages as m
 from holdfast.runtime import tls
 from holdfast.runtime.observe import Say
 from holdfast.runtime.settings import NodeSettings, worker_base
+from holdfast.runtime.signals import on_end_signals
 from holdfast.runtime.token import read_token
 
 FIRST_CONTACT_S = 60.0
@@ -137,10 +138,11 @@ def _console(options: RunOptions, console: Console) -> Callable[[int, bool], Wri
 
 def _obey_signals(agent: Agent, options: RunOptions, lifeline: int) -> None:
     loop = asyncio.get_running_loop()
-    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *options.signals_to_handle}:
-        loop.add_signal_handler(
-            number, agent.shut_down, f"this node was stopped by {number.name}", 128 + number
-        )
+
+    def stopped(number: signal.Signals) -> None:
+        agent.shut_down(f"this node was stopped by {number.name}", 128 + number)
+
+    on_end_signals(stopped, options.signals_to_handle)
     if lifeline >= 0:
 
         def gone() -> None:

@@ -21,6 +21,7 @@ from holdfast.cli.demo_job import NODES, DemoJob, Folders, Watch, kill
 from holdfast.cli.demo_report import Kill, Report, Victim, make_report
 from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
+from holdfast.runtime.signals import on_end_signals
 
 LIMIT_S = 110
 QUIET_S = 4.0
@@ -120,7 +121,6 @@ def _results_folder(keep: Path | None, private: Path) -> Path:
 
 async def _run_or_stop(show: "Demo") -> Report | signal.Signals:
     """The report, or the signal that stopped the demo. Nothing runs any more afterwards."""
-    loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(show.run())
     caught: list[signal.Signals] = []
 
@@ -129,8 +129,7 @@ async def _run_or_stop(show: "Demo") -> Report | signal.Signals:
             task.cancel()
         caught.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop, number)
+    on_end_signals(stop)
     try:
         return await task
     except asyncio.CancelledError:

@@ -48,6 +48,7 @@ class EmbeddedMaster:
         self._err = Stream(None, console.err, "")
         self._lifeline, self._our_end = os.pipe2(os.O_CLOEXEC)
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopping = False
         self._command = [
             *(sys.executable, "-m", "holdfast.cli", "master"),
             *("--listen", self.address, "--state", str(state)),
@@ -65,7 +66,10 @@ class EmbeddedMaster:
         return self._process.pid if self._process is not None else 0
 
     async def run(self) -> int:
-        """The exit code of the master that ended by itself; StateError if it only ever dies."""
+        """The exit code of the last master; StateError if it only ever dies.
+
+        The last is the one that ended by itself, or that a signal ended while it came up.
+        """
         loop = asyncio.get_running_loop()
         deaths: deque[float] = deque()
         while True:
@@ -80,7 +84,7 @@ class EmbeddedMaster:
                 start_new_session=True,
             )
             code = await _ended(self._process)
-            if code >= 0:
+            if code >= 0 or self._is_stopping:
                 return code
             now = loop.time()
             deaths.append(now)
@@ -93,10 +97,15 @@ class EmbeddedMaster:
                 )
             self._say(f"the master was ended by signal {-code}; starting it again")
 
-    def signal(self, number: int) -> None:
-        """Pass a signal on: the master ends the job and says why."""
+    def terminate(self) -> None:
+        """Have the master end the job. It is not started again.
+
+        By SIGTERM, whatever the user sent: it ends a Python that is only coming up, too, which may
+        lose a SIGINT in an import.
+        """
+        self._is_stopping = True
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
+            self._process.terminate()
 
     async def stop(self) -> None:
         """End the master and, through the lifeline, every agent it launched."""

@@ -28,6 +28,7 @@ from holdfast.cli.run_options import (
 )
 from holdfast.runtime.observe import Say, sayer
 from holdfast.runtime.settings import environment, node_settings
+from holdfast.runtime.signals import on_end_signals
 
 
 def main(argv: Sequence[str]) -> int:
@@ -119,12 +120,11 @@ async def _run_local_nodes(
             if not stop.done():
                 stop.set_result(number)
 
-        for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *options.signals_to_handle}:
-            loop.add_signal_handler(number, stopped, number)
+        on_end_signals(stopped, options.signals_to_handle)
         await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             number = stop.result()
-            master.signal(number)
+            master.terminate()
             await asyncio.wait((ended,), timeout=options.grace_s + 10)
             return AgentEnd(128 + number, f"it was stopped by {number.name}", None)
         code = ended.result()

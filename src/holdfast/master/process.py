@@ -3,7 +3,6 @@
 
 import asyncio
 import secrets
-import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from holdfast.runtime import tls
 from holdfast.runtime.journal import SqliteJournal
 from holdfast.runtime.loop import Driver, JobClock
 from holdfast.runtime.observe import Say, wall_clock
+from holdfast.runtime.signals import on_end_signals
 from holdfast.runtime.token import make_token
 from holdfast.runtime.transport import listen
 
@@ -165,8 +165,7 @@ def _stop_on_signals(driver: Driver, lifeline: int) -> None:
     def stop(reason: str) -> None:
         driver.feed(ev.StopRequested(-1, 0, reason))
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, stop, f"it was stopped by {number.name}")
+    on_end_signals(lambda number: stop(f"it was stopped by {number.name}"))
     if lifeline >= 0:
 
         def gone() -> None:

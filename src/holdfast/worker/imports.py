@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 
 _STDLIB = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -48,7 +48,8 @@ class ImportObserver:
             find_spec = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find_spec(name, path, target) if find_spec else None
             if spec is not None:
-                if spec.has_location and spec.origin and self._may_preload(spec.origin):
+                is_file = spec.has_location and spec.origin and self._may_preload(spec.origin)
+                if is_file and not _is_looked_up():
                     self._note(name)
                 if name in self._after_import:
                     _run_after(spec, self._after_import[name])
@@ -58,6 +59,17 @@ class ImportObserver:
     def _may_preload(self, file: str) -> bool:
         file = os.path.realpath(file) if self._excluded else file
         return is_installed(file) or not file.startswith(self._excluded)
+
+
+def _is_looked_up() -> bool:
+    """Whether whoever called the finder only asks where a module is, and does not import it.
+
+    torch does so with pandas, which is large and starts a thread when it is imported.
+    """
+    caller: FrameType | None = sys._getframe(1)
+    for _ in range(2):  # From the finder to importlib's own search, and to whoever began that.
+        caller = caller and caller.f_back
+    return caller is not None and caller.f_globals.get("__name__") == "importlib.util"
 
 
 def _run_after(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
