@@ -18,10 +18,11 @@ from holdfast.torch.images import (
     safetensors_image,
     tensor_at,
 )
+from tests.images import gap
 
 
 def written(image: Image) -> bytearray:
-    assert image.gap() is None
+    assert gap(image) is None
     target = bytearray(b"\xee" * image.length)
     fill(image, memoryview(target))
     return target
@@ -72,7 +73,7 @@ def test_data_begins_on_a_page_and_every_tensor_is_aligned() -> None:
     assert min(entry.offset for entry in entries) % PAGE == 0
     for entry, leaf in zip(entries, leaves, strict=True):
         assert entry.offset % leaf.tensor.dtype.itemsize == 0
-    assert image.gap() is None
+    assert gap(image) is None
 
 
 def test_a_changed_shape_or_name_gives_another_layout() -> None:
@@ -95,7 +96,7 @@ def test_no_tensors_at_all_make_a_valid_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "gap"),
+    ("image", "first"),
     [
         (Image("x", 8, ((0, b"abcd"), (4, b"efgh")), ()), None),
         (Image("x", 8, ((0, b"abcd"),), (Hole(4, torch.zeros(1)),)), None),
@@ -106,8 +107,8 @@ def test_no_tensors_at_all_make_a_valid_file(tmp_path: Path) -> None:
         (Image("x", 0, (), ()), None),
     ],
 )
-def test_a_gap_or_an_overlap_is_found(image: Image, gap: int | None) -> None:
-    assert image.gap() == gap
+def test_a_gap_or_an_overlap_is_found(image: Image, first: int | None) -> None:
+    assert gap(image) == first
 
 
 def test_an_image_of_bytes_is_those_bytes() -> None:

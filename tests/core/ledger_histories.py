@@ -5,7 +5,8 @@ Nodes load, save, write and commit as real ones do; answers and pushes travel, a
 stream breaks or the master dies. After every event the player checks what must never happen.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.job import events as ev
@@ -52,6 +53,14 @@ class Node:
 
     def holdings(self, shapes: dict[Version, Shape]) -> tuple[Holding, ...]:
         return tuple(holding(v, part, shapes[v]) for v, part in sorted(self.memory))
+
+    def written(self) -> Iterator[c.Writing]:
+        """What it writes, or has written and has no answer to."""
+        for attempt, _, _, parts in self.writing:
+            yield c.Writing(attempt, parts)
+        for body in self.calls.values():
+            if isinstance(body, c.PartsPersisted):
+                yield c.Writing(body.attempt, body.parts)
 
 
 class Player:
@@ -232,7 +241,8 @@ class Player:
             match body:
                 case c.InventoryWanted():
                     held = node.holdings(self.shapes)
-                    self._call(number, c.InventoryTaken(DIR, body.number, held))
+                    taken = c.InventoryTaken(DIR, body.number, held, tuple(node.written()))
+                    self._call(number, taken)
                 case c.PersistOrder():
                     work = (body.attempt, body.version, body.shape, body.parts)
                     if work not in node.writing:
@@ -312,6 +322,11 @@ def check(player: Player, facts_seen: int) -> int:
                 bad = {copy.version for node in player.nodes.values() for copy in node.bad}
                 assert fact.version >= player.newest or player.newest in bad
                 assert fact.positions == player.at(fact.version), "data without their model"
+    nodes = [player.nodes[number] for number in ledger.members]
+    writers = Counter(
+        (one.attempt, part) for node in nodes for one in node.written() for part in one.parts
+    )
+    assert max(writers.values(), default=1) == 1, "a part of an attempt is written twice"
     due = ledger.machine.deadline()
     assert due is None or due > ledger.now, "a deadline that has passed"
     newest = {type(record): record for record in ledger.records}

@@ -378,11 +378,67 @@ def test_a_new_master_asks_who_has_what_only_when_all_nodes_are_back() -> None:
     assert [node for node, _ in questions] == [0, 1]
     for node, question in questions:
         mine = (holding(V5, rank_part(node), COPIED),)
-        ledger.call(node, c.InventoryTaken(DIR, question.number, mine))
+        writing = (c.Writing(attempt, (rank_part(node),)),)
+        ledger.call(node, c.InventoryTaken(DIR, question.number, mine, writing))
     assert first not in ledger.answers
-    assert ledger.pushed(c.CommitOrder) == []
+    assert ledger.pushes == []
     ledger.persisted(1, attempt, V5, COPIED, rank_part(1))
     assert len(ledger.pushed(c.CommitOrder)) == 1
+
+
+def copy_of_the_lost_rank(ledger: Ledger, writing: tuple[c.Writing, ...] | None) -> None:
+    """Node 0 keeps a copy of what node 1 had to write, and says (or not) what it writes itself."""
+    ((node, question),) = ledger.pushed(c.InventoryWanted)
+    held = tuple(holding(V5, rank_part(rank), SHARDED) for rank in (0, 1))
+    ledger.call(node, c.InventoryTaken(DIR, question.number, held, writing))
+
+
+def test_a_new_master_has_the_part_of_a_lost_writer_written_by_who_keeps_a_copy() -> None:
+    """It took 600 s to find out that nobody wrote it any more, and then all of it was given up."""
+    ledger, call = resumed_with_a_lost_rank(SHARDED)
+    copy_of_the_lost_rank(ledger, writing=())
+    ((node, order),) = ledger.pushed(c.PersistOrder)
+    assert (node, order.parts) == (0, (rank_part(1),))
+    ledger.persisted(0, order.attempt, V5, SHARDED, rank_part(1))
+    ((_, commit),) = ledger.pushed(c.CommitOrder)
+    assert [entry.name for entry in commit.files] == ["rank-00000.bin", "rank-00001.bin"]
+    ledger.call(0, c.CommitDone(DIR, V5, commit.attempt))
+    assert ledger.answer(call, c.PersistState).committed == V5
+
+
+def test_a_new_master_does_not_order_what_the_old_one_has_ordered() -> None:
+    ledger, call = resumed_with_a_lost_rank(SHARDED)
+    attempt = "start1-1-1"
+    copy_of_the_lost_rank(ledger, writing=(c.Writing(attempt, (rank_part(1),)),))
+    assert ledger.pushes == []
+    ledger.persisted(0, attempt, V5, SHARDED, rank_part(1))
+    assert len(ledger.pushed(c.CommitOrder)) == 1
+    assert call not in ledger.answers
+
+
+def test_an_agent_that_does_not_say_what_it_writes_may_write_what_it_holds() -> None:
+    """Agents of an earlier release: a new master must not have files written twice."""
+    ledger, call = resumed_with_a_lost_rank(SHARDED)
+    copy_of_the_lost_rank(ledger, writing=None)
+    assert ledger.pushes == []
+    ledger.wait(ledger.now + RESUMED_S)
+    assert "nothing was heard of rank-00001" in ledger.refusal(call)
+
+
+def test_who_asks_late_does_not_write_what_was_ordered_meanwhile() -> None:
+    """Its plan was lost with the old master, and its ask comes after the survey."""
+    ledger = Ledger(2)
+    attempt = begin(ledger)
+    ledger.restart()
+    for node in (0, 1):
+        ledger.arrive(node)
+    ledger.persisted(0, attempt, V5, SHARDED, rank_part(0))
+    for node, question in ledger.pushed(c.InventoryWanted):
+        mine = (holding(V5, rank_part(node), SHARDED),)
+        ledger.call(node, c.InventoryTaken(DIR, question.number, mine, ()))
+    assert [node for node, _ in ledger.pushed(c.PersistOrder)] == [1]
+    late = ledger.ask(1, V5, SHARDED, rank_part(1))
+    assert ledger.answer(late, c.PersistPlan) == c.PersistPlan(attempt, ())
 
 
 def test_a_node_that_does_not_say_what_it_has_may_still_be_writing() -> None:

@@ -25,7 +25,7 @@ from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.model.checkpoint import Shape, Version
 
 KEY = PartKey("/ckpt", "shared")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def state_at(step: int) -> dict[str, bytes]:

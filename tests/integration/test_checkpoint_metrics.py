@@ -12,7 +12,7 @@ from tests.waiting import until
 
 COPIED = str(SCRIPTS / "copied.py")
 LIMIT_S = 60.0
-PATIENCE = ("--beat", "0.3", "--silence", "2", "--lease", "4")
+PATIENCE = ("--beat", "0.3", "--silence", "5", "--lease", "8")
 
 
 def scraped(jobs: Jobs) -> dict[tuple[str, ...], float]:

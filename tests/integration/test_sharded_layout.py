@@ -27,6 +27,7 @@ from holdfast.torch.shard_map import (
     lay_out,
 )
 from holdfast.torch.sharded import Sharded
+from tests.images import gap
 
 LARGE = SMALL  # Elements of float32: four times the bytes that count as small.
 
@@ -107,7 +108,7 @@ def test_an_item_is_a_file_that_torch_loads(dtype: str, shape: tuple[int, ...]) 
     tensor = raw.view(dcp_image.dtype_named(dtype)).reshape(shape)
     (items,) = laid_out(declared(Chunk("t", dtype, shape, (0,) * len(shape), shape))).items
     image = dcp_image.data_image(0, dcp_image.tensor_row(items, [tensor], [False]), {})
-    assert image.gap() is None
+    assert gap(image) is None
     content = bytearray(b"\xa5" * image.length)
     fill(image, memoryview(content))
     loaded = torch.load(io.BytesIO(content[: items[0].length]), weights_only=True)
@@ -144,7 +145,7 @@ def test_values_of_rank_0_may_grow_without_talking_to_others() -> None:
     after = {image.name: image for image in sharded.collect(model, optimizer, {})}
     assert after["__0_0.distcp"].length > before["__0_0.distcp"].length + 100_000
     assert after[".metadata"].pieces != before[".metadata"].pieces
-    assert after["__0_0.distcp"].gap() is None
+    assert gap(after["__0_0.distcp"]) is None
 
 
 # ---- re-sharding --------------------------------------------------------------------------------

@@ -134,7 +134,12 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
     c.CommitDone(
         directory=DIRECTORY, version=VERSION, attempt="a1-3-2", problem="read-only file system"
     ),
-    c.InventoryTaken(directory=DIRECTORY, number=9, holdings=(HOLDING, BLOCK)),
+    c.InventoryTaken(
+        directory=DIRECTORY,
+        number=9,
+        holdings=(HOLDING, BLOCK),
+        writing=(c.Writing("f00d-3-1", ("rank-00003",)),),
+    ),
     c.FlushAsk(directory=DIRECTORY, holdings=(HOLDING,), committed=VERSION),
     c.PeersAsk(round=3, replicas=2, parity=4),
     c.Peers(peers=(c.Peer(5, f"10.0.0.5:29503#{'ab' * 32}", first_rank=10, nproc=2),)),

@@ -15,8 +15,11 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.blocking import HANDSHAKE_S, demand_token, dial, left, prove_token
 from holdfast.runtime.tls import secure_pinned
 
-IDLE_S = 30.0
-"""A peer that neither sends nor takes a byte for this long is given up."""
+IDLE_S = 10.0
+"""A peer that neither sends nor takes a byte for this long is given up.
+
+A copy that waits holds its slot, and training stops when slots run out: no longer than it takes to
+tell a dead peer from a busy one. How slow a peer may be that goes on is up to the deadline."""
 
 _PIECE = 1024 * 1024
 _LENGTH_BYTES = 4
@@ -135,10 +138,12 @@ class Wire:
         """Send these bytes. They may change as soon as this returns."""
         # From the mapping, not by sendfile(2): that was no faster here, cannot go through TLS, and
         # still reads the file's pages after it has returned.
-        for start in range(0, len(view), _PIECE):
-            with view[start : start + _PIECE] as piece:
-                self._limit_wait()
-                self._peer.sendall(piece)
+        # Not by sendall(): its time-out would be for all of it, however well the peer gets on.
+        position = 0
+        while position < len(view):
+            self._limit_wait()
+            with view[position : position + _PIECE] as piece:
+                position += self._peer.send(piece)
 
     def _limit_wait(self) -> None:
         self._peer.settimeout(min(self._idle_s, left(self.deadline)))

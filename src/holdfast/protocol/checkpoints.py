@@ -293,12 +293,21 @@ class CommitDone(Message, frozen=True):
     problem: str = ""
 
 
+class Writing(Struct, frozen=True, array_like=True):
+    """Parts that a node writes to storage, or has written without knowing what became of it."""
+
+    attempt: str
+    parts: tuple[str, ...]
+
+
 class InventoryTaken(Message, frozen=True):
     """The answer to InventoryWanted."""
 
     directory: str
     number: int
     holdings: tuple[Holding, ...]
+    writing: tuple[Writing, ...] | None = None
+    """None from agents that do not say it: they may write whatever they hold."""
 
 
 class FlushAsk(Message, frozen=True):

@@ -62,17 +62,6 @@ class Image:
     pieces: tuple[tuple[int, bytes], ...]
     holes: tuple[Hole, ...]
 
-    def gap(self) -> int | None:
-        """The first byte that is not covered exactly once; None if all are."""
-        spans = [(offset, offset + len(data)) for offset, data in self.pieces]
-        spans += [(hole.offset, hole.offset + hole.tensor.nbytes) for hole in self.holes]
-        covered = 0
-        for begin, end in sorted(spans):
-            if begin != covered:
-                return min(begin, covered)
-            covered = end
-        return None if covered == self.length else min(covered, self.length)
-
 
 @dataclass(frozen=True, slots=True)
 class Leaf:

@@ -15,6 +15,7 @@ import torch
 from holdfast.model.errors import UsageError
 from holdfast.torch.images import Image, fill
 from holdfast.torch.zip_image import memory_file, zip_image
+from tests.images import gap
 
 
 def written(image: Image) -> bytearray:
@@ -26,7 +27,7 @@ def written(image: Image) -> bytearray:
 
 def loaded(value: object, *, pickles: bool = False) -> Any:
     image = zip_image("a.pt", value)
-    assert image.gap() is None
+    assert gap(image) is None
     return torch.load(memory_file(memoryview(written(image))), weights_only=not pickles)
 
 

@@ -33,6 +33,7 @@ class Persister:
         #: What is being written or committed here, by attempt: orders may come twice.
         self._attempts: dict[str, asyncio.Task[None]] = {}
         self._under_way = 0
+        self._writing: list[c.Writing] = []
         self._changed = asyncio.Event()
         self.committed = NONE
         self.problem = ""
@@ -44,6 +45,11 @@ class Persister:
     @property
     def state(self) -> c.PersistState:
         return c.PersistState(self.committed, self.problem)
+
+    @property
+    def writing(self) -> tuple[c.Writing, ...]:
+        """What this node writes; a new master cannot know it."""
+        return tuple(self._writing)
 
     async def settled(self) -> c.PersistState:
         """Wait until nothing is on its way to storage here."""
@@ -104,6 +110,15 @@ class Persister:
         self, version: Version, shape: Shape, attempt: str, parts: tuple[str, ...]
     ) -> None:
         """Write the parts and hear what became of the whole; RejectedError if it was given up."""
+        writing = c.Writing(attempt, parts)
+        self._writing.append(writing)
+        try:
+            await self._write_and_report(version, shape, writing)
+        finally:
+            self._writing.remove(writing)
+
+    async def _write_and_report(self, version: Version, shape: Shape, writing: c.Writing) -> None:
+        attempt, parts = writing.attempt, writing.parts
         files: tuple[FileEntry, ...] = ()
         problem = ""
         try:
@@ -141,7 +156,9 @@ class Persister:
             if (path := self._memory.find(self._directory, order.version, part)) is not None
         ]
         work = self._obey(order, pins)
-        self._once(f"write {order.attempt}", work, f"{order.reason}: not on storage", pins)
+        # A node may be told twice in an attempt: when it gets the parts of a lost node as well.
+        name = f"write {order.attempt} {' '.join(order.parts)}"
+        self._once(name, work, f"{order.reason}: not on storage", pins)
 
     async def _obey(self, order: c.PersistOrder, pins: list[Pin]) -> None:
         try:

@@ -29,8 +29,9 @@ from holdfast.protocol.checkpoints import PartGet, PartPut
 HOP_S = 30.0
 """How long a thread waits for the event loop."""
 
-ROOM_S = 10.0
-"""How long a copy of another node waits for a slot that is being read."""
+ROOM_S = 8.0
+"""How long a copy of another node waits for a slot that is being read; below wire.IDLE_S, so that
+its sender hears why there is none."""
 
 KEPT_SLOTS = 2
 """The newest safe version, and the one that comes or came after it."""

@@ -199,7 +199,9 @@ class Vault:
         match body:
             case c.InventoryWanted():
                 holdings = self._memory.holdings(body.directory)
-                taken = c.InventoryTaken(body.directory, body.number, holdings)
+                keeper = self._series.get(body.directory)
+                writing = () if keeper is None else keeper.persister.writing
+                taken = c.InventoryTaken(body.directory, body.number, holdings, writing)
                 self._means.spawn(self._tell(taken), "the inventory was not taken")
             case c.PersistOrder():
                 # A node without workers of the series may hold parts of it all the same.

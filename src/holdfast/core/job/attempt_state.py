@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from holdfast.core.job import events as ev
 from holdfast.core.job.commands import Push
 from holdfast.core.job.crew import Crew
+from holdfast.core.job.gathering import Gathering
 from holdfast.core.job.inventory import Inventory
 from holdfast.model.checkpoint import SHARED, FileEntry, Shape, Version
 from holdfast.model.dataset import Position
@@ -75,6 +76,14 @@ class AttemptState:
         for part in left:
             del self.writers[part]
 
+    def find_orphans(self, inventory: Inventory, survey: Gathering) -> None:
+        """An earlier master's attempt: what nobody writes any more has lost its writer."""
+        self.orphans = {
+            part
+            for part in self.missing - self.writers.keys()
+            if not survey.may_write(self.attempt, part, inventory.holders(self.version, part))
+        }
+
     def adopt_orphans(self, inventory: Inventory, crew: Crew) -> tuple[list[str], str]:
         """Find others who have what lost nodes left unwritten.
 
@@ -97,8 +106,12 @@ class AttemptState:
     ) -> tuple[str, ...]:
         """Which of these parts a node writes that holds them; `is_first` of the group."""
         if self.is_resumed:
-            # As the earlier master divided it: see PersistQueue.
-            return tuple(part for part in parts if part != SHARED or is_first)
+            # As the earlier master divided it (see PersistQueue), but for what has been ordered.
+            ordered = {part for _, ordered in self.orders for part in ordered}
+            parts = tuple(part for part in parts if part not in ordered)
+            for part in parts:
+                if (part != SHARED or is_first) and part in self.missing:
+                    self.writers.setdefault(part, node_id)
         return tuple(part for part in parts if self.writers.get(part) == node_id)
 
     def order_parts(self, directory: str, parts: Iterable[str]) -> list[Push]:

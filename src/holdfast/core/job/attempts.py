@@ -17,6 +17,7 @@ from holdfast.core.job.attempt_state import AttemptState, writer_of
 from holdfast.core.job.checkpoint_state import CheckpointState
 from holdfast.core.job.commands import Push, Reply
 from holdfast.core.job.crew import Crew
+from holdfast.core.job.gathering import Gathering
 from holdfast.core.job.inventory import Inventory
 from holdfast.core.job.persist_queue import PersistQueue, superseded
 from holdfast.core.kernel import Outcome
@@ -263,16 +264,17 @@ class Attempts:
             if attempt.committer == node_id:
                 out.commands.append(self._commit_order(attempt, node_id))
 
-    def adopt_orphans(self, out: Outcome, inventory: Inventory, *, is_all: bool) -> None:
+    def adopt_orphans(
+        self, out: Outcome, inventory: Inventory, survey: Gathering, *, is_all: bool
+    ) -> None:
         """Have others write what lost nodes left unwritten, where there is a copy.
 
-        `is_all`: the inventory is that of every node. Who writes a part holds it, so what nobody
-        holds of an earlier master's attempt nobody writes.
+        `is_all`: the survey is of every node, so what it does not know to be written is not.
         """
         for attempt in [one for one in self._open.values() if one.is_unclear]:
             attempt.is_unclear = bool(self._crew.absent)
             if is_all and not attempt.is_unclear:
-                attempt.orphans = set(inventory.without_holder(attempt.version, attempt.missing))
+                attempt.find_orphans(inventory, survey)
         for attempt in [one for one in self._open.values() if one.orphans]:
             adopted, lost = attempt.adopt_orphans(inventory, self._crew)
             if lost:

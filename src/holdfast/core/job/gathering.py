@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asking nodes what they hold. Nothing here is durable."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from holdfast.core.job.commands import Push
 from holdfast.core.kernel import Outcome
 from holdfast.model.checkpoint import Holding
 from holdfast.model.ids import NodeId
-from holdfast.protocol.checkpoints import InventoryWanted
+from holdfast.protocol.checkpoints import InventoryTaken, InventoryWanted
 
 PATIENCE_S = 5.0
 """How long the holdings of a node are waited for; after that it goes without them."""
@@ -21,6 +21,10 @@ class Gathering:
         self._missing = set(nodes)
         self._until = now + PATIENCE_S
         self.found: dict[NodeId, tuple[Holding, ...]] = {}
+        #: What is being written, by attempt and part.
+        self._written: set[tuple[str, str]] = set()
+        #: Those who do not say what they write.
+        self._silent: set[NodeId] = set()
 
     def ask(self, outcome: Outcome) -> None:
         for node_id in sorted(self._missing):
@@ -31,10 +35,19 @@ class Gathering:
         if node_id in self._missing:
             outcome.commands.append(Push(node_id, self._question))
 
-    def taken(self, number: int, node_id: NodeId, holdings: tuple[Holding, ...]) -> None:
-        if number == self._question.number and node_id in self._missing:
-            self._missing.discard(node_id)
-            self.found[node_id] = holdings
+    def taken(self, node_id: NodeId, body: InventoryTaken) -> None:
+        if body.number != self._question.number or node_id not in self._missing:
+            return
+        self._missing.discard(node_id)
+        self.found[node_id] = body.holdings
+        if body.writing is None:
+            self._silent.add(node_id)
+        else:
+            self._written.update((one.attempt, part) for one in body.writing for part in one.parts)
+
+    def may_write(self, attempt: str, part: str, holders: Collection[NodeId]) -> bool:
+        """Whether one of those who were asked writes a part that these nodes hold."""
+        return (attempt, part) in self._written or not self._silent.isdisjoint(holders)
 
     def lost(self, node_id: NodeId) -> None:
         self._missing.discard(node_id)

@@ -81,10 +81,13 @@ class Inventory:
         ]
         for position, version in enumerate(versions):
             if next(self.lost(version, memory_only=memory_only), None) is None:
+                # What is on storage, or was agreed on, is never given up for something older.
+                kept = (one for one in versions[position:] if one in self._stored or one == base)
+                floor = next(kept, NONE)
                 older = (
                     one
                     for one in versions[position:]
-                    if one.lineage == version.lineage or one == base
+                    if one >= floor and (one.lineage == version.lineage or one == base)
                 )
                 return self._with_every_part(older, memory_only=memory_only) or version
         return NONE
@@ -121,10 +124,6 @@ class Inventory:
     def holders(self, version: Version, part: str) -> Collection[NodeId]:
         """Who has a good copy in memory."""
         return self._copies.get(version, {}).get(part, {}).keys()
-
-    def without_holder(self, version: Version, parts: Iterable[str]) -> Iterator[str]:
-        """Those of the parts that nobody has in memory."""
-        return (part for part in parts if not self.holders(version, part))
 
     def is_stored(self, version: Version) -> bool:
         """Whether the version is committed on storage, readable or not."""

@@ -58,10 +58,8 @@ class SeriesState:
             self._flushes[request.node_id] = (request, body)
 
     def inventory_taken(self, node_id: NodeId, body: c.InventoryTaken) -> None:
-        if self._survey is not None:
-            self._survey.taken(body.number, node_id, body.holdings)
-        if self.agreement is not None:
-            self.agreement.outsiders.taken(body.number, node_id, body.holdings)
+        for gathering in self._gatherings():
+            gathering.taken(node_id, body)
 
     def marked(self, out: Outcome, version: Version, positions: tuple[Position, ...]) -> None:
         """It is known how far the data of this version were: every rank has said so."""
@@ -126,12 +124,13 @@ class SeriesState:
             self._survey = Gathering(self.directory, self._crew.next_number(), nodes, now)
             self._survey.ask(out)
         if self._survey is not None and self._survey.is_over(now):
-            held = {**self._survey.found}
+            survey, self._survey = self._survey, None
+            # A node asks to flush once it writes nothing any more.
+            held = {**survey.found}
             held.update((node_id, body.holdings) for node_id, (_, body) in self._flushes.items())
-            self._survey = None
             inventory = Inventory(held)
             is_all = held.keys() >= self._crew.present
-            self.attempts.adopt_orphans(out, inventory, is_all=is_all)
+            self.attempts.adopt_orphans(out, inventory, survey, is_all=is_all)
             self._answer_locates(out, inventory, guess=True)
             self._flush(out, inventory, now)
 
