@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who stands ready for the next world. Nothing here is durable: it is rebuilt as agents attach."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from msgspec.structs import replace
 
@@ -21,6 +21,8 @@ class Muster:
         self.cold: set[NodeId] = set()
         #: Nodes of the last world that went silent and whose leases still run.
         self.leased: set[NodeId] = set()
+        #: Worlds that were replaced, and that nobody has been seen to leave.
+        self._unstopped: list[frozenset[NodeId]] = []
 
     def arrived(self, member: Member, *, is_cold: bool) -> None:
         self.ready[member.node_id] = member
@@ -41,6 +43,22 @@ class Muster:
         self.ready.pop(node_id, None)
         self.absent.discard(node_id)
         self.cold.discard(node_id)
+
+    def replaced(self, world: Iterable[NodeId]) -> None:
+        """A world is replaced; until one of its nodes has left it, it may still be computing."""
+        may_compute = self.ready.keys() | self.absent | self.leased
+        nodes = frozenset(world)
+        if nodes and nodes <= may_compute:
+            self._unstopped.append(nodes)
+
+    def stopped(self, node_id: NodeId) -> None:
+        """The node computes in no world that was replaced: those cannot go on without it."""
+        self.leased.discard(node_id)
+        self._unstopped = [world for world in self._unstopped if node_id not in world]
+
+    def has_unstopped(self) -> bool:
+        """Whether a world may still compute of which nobody is here to be told."""
+        return any(world.isdisjoint(self.ready) for world in self._unstopped)
 
     def set_ports(
         self, node_id: NodeId, *, store_port: int | None = None, hosted_port: int | None = None

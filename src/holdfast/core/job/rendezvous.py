@@ -73,7 +73,7 @@ class Rendezvous:
                 outcome.add(self._form(now))
                 return outcome
             case ev.LeaseExpired():
-                self._muster.leased.discard(event.node_id)
+                self._muster.stopped(event.node_id)
                 return self._form(now)
             case Tick():
                 return self._tick(now)
@@ -102,6 +102,8 @@ class Rendezvous:
     def _node_ready(self, event: ev.NodeReady, now: float) -> Outcome:
         member = event.member
         self._muster.arrived(member, is_cold=event.cold)
+        if event.round in (0, self._state.round):
+            self._muster.stopped(member.node_id)
         outcome = Outcome()
         if self._state.holds(member):
             if self._state.broken:
@@ -118,11 +120,11 @@ class Rendezvous:
 
     def _node_lost(self, event: ev.NodeLost, now: float) -> Outcome:
         self._muster.lost(event.node_id)
+        if event.proven:
+            self._muster.stopped(event.node_id)
         if event.node_id not in self._state.index or event.node_id in self._state.done:
             return self._form(now)
-        if event.proven:
-            self._muster.leased.discard(event.node_id)
-        else:
+        if not event.proven:
             self._muster.leased.add(event.node_id)
         outcome = Outcome()
         if not self._state.broken:
@@ -161,6 +163,7 @@ class Rendezvous:
             self._muster.set_ports(event.node_id, store_port=event.report.store_port)
             if current and not self._state.broken:
                 self._started.add(event.node_id)
+                self._muster.stopped(event.node_id)
                 if len(self._started) == len(self._state.index):
                     outcome.facts.append(ev.WorldStarted(self._state.round, event.report.how))
         elif isinstance(event, ev.DoneReported) and current and not self._state.broken:
@@ -206,9 +209,11 @@ class Rendezvous:
             # A verdict is on its way; or nothing is to be gained; or work that is finished would
             # be started again for a newcomer.
             return self._hurt or size <= len(self._state.index) or bool(self._state.done)
-        # Rule 4: a world that lost all its nodes at once may not be dead at all.
+        # Rule 4: a world that lost all its nodes may not be dead at all, and neither may one before
+        # it whose last node went silent before it was told of the next.
         ready = self._muster.ready
-        return bool(self._muster.leased) and not any(n in ready for n in self._state.index)
+        is_leased = bool(self._muster.leased) and not any(n in ready for n in self._state.index)
+        return is_leased or self._muster.has_unstopped()
 
     def _is_complete(self, rules: m.JobRules, size: int, *, growing: bool) -> bool:
         """Whether nobody who is expected is missing."""
@@ -220,6 +225,7 @@ class Rendezvous:
 
     def _agree(self, size: int, *, planned: bool) -> Outcome:
         chosen = self._muster.choose(size, growing=planned, world=self._state.index)
+        self._muster.replaced(self._state.index)
         outcome = Outcome()
         commit(
             self,

@@ -71,7 +71,7 @@ class Workers:
             case ev.WorkerContinued():
                 self._stopped.pop(event.local_rank, None)
             case ev.LeaseRenewed():
-                return self._renew(event.until)
+                return self._renew(event.until, now)
             case Tick():
                 return self._tick(now)
             case _:
@@ -214,9 +214,10 @@ class Workers:
         outcome.add(self._head_for(self._next, gently=False))
         return outcome
 
-    def _renew(self, until: float) -> Outcome:
-        self._lease_until = until
-        if not self._is_held:
+    def _renew(self, until: float, now: float) -> Outcome:
+        # An answer may have been under way for long: it vouches for the time that it names.
+        self._lease_until = max(until, self._lease_until or until)
+        if not self._is_held or self._lease_until <= now:
             return NOTHING
         self._is_held = False
         return Outcome(
