@@ -125,7 +125,13 @@ class History(Readers):
         per_node = self.rng.randrange(1, 3)
         self.world_size = per_node * len(self.nodes)
         self.world = [
-            Worker(rank, self.nodes[rank // per_node], self.round, f"{self.round}-{rank}")
+            Worker(
+                rank,
+                self.nodes[rank // per_node],
+                self.round,
+                f"{self.round}-{rank}",
+                pace=self.rng.choice((1.0, 1.0, 0.05)),
+            )
             for rank in range(self.world_size)
         ]
         self.master.feed(ev.WorldFormed(self._world(), "", False), self.now)

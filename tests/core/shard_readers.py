@@ -47,6 +47,16 @@ class Held:
 
     lease: Lease
     upto: int
+    end: int = -1
+    """Where its worker has promised to stop; -1: at the end of the piece."""
+
+    def said(self) -> d.Consumed:
+        return d.Consumed(self.lease.number, self.upto, end=self.end)
+
+    def cut(self, end: int) -> None:
+        """From now on its worker does not read beyond this, whoever knows of it."""
+        piece = Piece(self.lease.piece.epoch, self.lease.piece.extent, self.lease.piece.begin, end)
+        self.lease, self.end = Lease(self.lease.number, piece, self.lease.key), end
 
 
 @dataclass
@@ -72,10 +82,18 @@ class Worker:
     asked: d.DataCall | None = None
     call: int = 0
     may_train: bool = False
+    #: Of a slow one others get the tail of what it reads.
+    pace: float = 1.0
 
     def forget_data(self) -> None:
         self.held, self.news, self.marks, self.trained = {}, {}, {}, []
         self.asked, self.state, self.epoch = None, "new", 0
+
+    def let_go(self, held: Held, said: d.Consumed) -> None:
+        """The rest of a lease goes back."""
+        self.marks[said.lease] = held.upto
+        self.news[said.lease] = said
+        del self.held[said.lease]
 
 
 class Master:
@@ -167,8 +185,10 @@ class Readers:
         self.bases: dict[int, list[Sample]] = {}
         self.lines: Counter[Sample] = Counter()
         self.read: Counter[Sample] = Counter()
-        self.faults = self.restored = 0
+        self.faults = self.restored = self.cuts = 0
         self.timeout_s = self.rng.choice((5.0, 1e9))
+        #: Nobody waits: ranks in step ask again and again.
+        self.hurries = self.rng.random() < 0.2
         self.repeats = self.rng.choice((0.0, 0.05, 0.4))
         self.listed = 0
 
@@ -177,7 +197,7 @@ class Readers:
     def act(self, worker: Worker) -> None:
         if worker.state == "finished":
             return
-        if worker.held and worker.may_train and self.rng.random() < 0.6:
+        if worker.held and worker.may_train and self.rng.random() < 0.6 * worker.pace:
             self.consume(worker)
         if worker.state == "reading" and worker.may_train and self.rng.random() < 0.1:
             self.save(worker, worker.step + 1)
@@ -234,7 +254,16 @@ class Readers:
             epoch += 1  # Somebody who runs ahead has to wait.
         self.ask(
             worker,
-            d.ShardsTake(worker.round, "train", worker.term, epoch, want, consumed, self.timeout_s),
+            d.ShardsTake(
+                worker.round,
+                "train",
+                worker.term,
+                epoch,
+                want,
+                consumed,
+                0.0 if self.hurries else self.timeout_s,
+                is_idle=not worker.held,
+            ),
         )
 
     def report(self, worker: Worker) -> None:
@@ -249,7 +278,7 @@ class Readers:
         for at in range(held.upto, min(piece.end, held.upto + self.rng.randrange(1, 6))):
             sample = (piece.epoch, piece.extent, at)
             if sample in self.poison or self.rng.random() < 0.005:
-                self.let_go(worker, held, d.Consumed(held.lease.number, held.upto, "unreadable"))
+                worker.let_go(held, d.Consumed(held.lease.number, held.upto, "unreadable"))
                 return
             held.upto = at + 1
             worker.trained.append(sample)
@@ -259,16 +288,21 @@ class Readers:
                 assert self.lines[sample] == 1, f"{sample} is twice in the living model"
         number = held.lease.number
         worker.marks[number] = held.upto
-        worker.news[number] = d.Consumed(number, held.upto)
+        worker.news[number] = held.said()
         if held.upto == piece.end:
             del worker.held[number]
         elif self.rng.random() < 0.03:
-            self.let_go(worker, held, d.Consumed(number, held.upto, returned=True))
+            worker.let_go(held, d.Consumed(number, held.upto, returned=True))
 
-    def let_go(self, worker: Worker, held: Held, said: d.Consumed) -> None:
-        worker.marks[said.lease] = held.upto
-        worker.news[said.lease] = said
-        del worker.held[said.lease]
+    def share(self, worker: Worker, held: Held) -> None:
+        """Others wait for it: all of what is not begun, else some of what is not read."""
+        number, piece = held.lease.number, held.lease.piece
+        if held.upto == piece.begin and self.rng.random() < 0.5:
+            worker.let_go(held, d.Consumed(number, held.upto, returned=True))
+        elif piece.end - held.upto > 1:
+            held.cut(self.rng.randrange(held.upto + 1, piece.end))
+            worker.news[number] = held.said()
+            self.cuts += 1
 
     def save(self, worker: Worker, step: int) -> None:
         """The agent knows at once how far the rank is; it tells the master in its own time."""
@@ -354,11 +388,10 @@ class Readers:
             worker.epoch = asked.epoch
             worker.held[lease.number] = Held(lease, lease.piece.begin)
             worker.marks.setdefault(lease.number, lease.piece.begin)
-            self.check_owners(worker, lease)
+            check_owners(self.world, worker, lease)
         for number in body.wanted:
-            held = worker.held.get(number)
-            if held is not None and held.upto == held.lease.piece.begin:
-                self.let_go(worker, held, d.Consumed(number, held.upto, returned=True))
+            if number in worker.held:
+                self.share(worker, worker.held[number])
         if body.is_over and worker.epoch == asked.epoch:
             assert not worker.held, "the epoch is over while a worker has pieces of it"
             worker.epoch += 1
@@ -366,19 +399,20 @@ class Readers:
             self.save(worker, LAST_STEP)
             worker.state = "finished"
 
-    def check_owners(self, worker: Worker, lease: Lease) -> None:
-        """Nobody else of this world has any of these samples, or some of another epoch."""
-        if worker not in self.world:
-            return
-        mine = set(samples(lease.piece, lease.piece.begin, lease.piece.end))
-        for other in self.world:
-            if other.term != worker.term:
-                continue
-            for number, held in other.held.items():
-                if (other, number) != (worker, lease.number):
-                    theirs = samples(held.lease.piece, held.upto, held.lease.piece.end)
-                    assert mine.isdisjoint(theirs), f"{lease} is also in {other.session}"
-                    assert held.lease.piece.epoch == lease.piece.epoch, "epochs overlap"
+
+def check_owners(world: list[Worker], worker: Worker, lease: Lease) -> None:
+    """Nobody else of this world has any of these samples, or some of another epoch."""
+    if worker not in world:
+        return
+    mine = set(samples(lease.piece, lease.piece.begin, lease.piece.end))
+    for other in world:
+        if other.term != worker.term:
+            continue
+        for number, held in other.held.items():
+            if (other, number) != (worker, lease.number):
+                theirs = samples(held.lease.piece, held.upto, held.lease.piece.end)
+                assert mine.isdisjoint(theirs), f"{lease} is also in {other.session}"
+                assert held.lease.piece.epoch == lease.piece.epoch, "epochs overlap"
 
 
 def any_dataset(rng: random.Random, series: str) -> Dataset:

@@ -118,3 +118,30 @@ def test_an_unrouted_event_or_record_is_an_error_and_not_silence() -> None:
         core.handle(Pinged(1), 0.0)
     with pytest.raises(KeyError):
         core.replay(Counted(1))
+
+
+def test_a_deadline_that_moves_is_noticed_whoever_was_told() -> None:
+    """Only machines that were told something are asked again: what they say must not be old."""
+
+    class Sleeper(Counter):
+        """Wants to be woken so many seconds after a ping, and from a replay on at a fixed time."""
+
+        def handle(self, event: Event, now: float) -> Outcome:
+            self.due_at = now + event.number if isinstance(event, Pinged | Echoed) else None
+            return super().handle(event, now)
+
+        def apply(self, record: Counted) -> None:
+            super().apply(record)
+            self.due_at = 99.0 if record.by == 9 else self.due_at
+
+    first, second = Sleeper(), Sleeper()
+    core = wired(first, second)
+    assert core.deadline() is None
+    core.handle(Pinged(3), 1.0)
+    assert core.deadline() == 4.0
+    core.handle(Pinged(5), 2.0)
+    assert core.deadline() == 7.0, "a later one takes the place of an earlier one"
+    core.handle(Tick(), 7.0)
+    assert core.deadline() is None
+    core.replay(Counted(9))
+    assert core.deadline() == 99.0

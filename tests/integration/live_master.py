@@ -19,7 +19,7 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, connect
 
-START_S = 30.0
+START_S = 60.0
 Pushed = TypeVar("Pushed")
 ROOT = Path(__file__).resolve().parents[2]
 

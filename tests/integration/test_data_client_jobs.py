@@ -4,10 +4,19 @@
 import json
 from collections import Counter
 
+from holdfast.client.data.parts import records
+from holdfast.core.job import records as rec
+from holdfast.core.job.shards import Shards
+from holdfast.model.dataset import BY_SAMPLE, Dataset, Piece
+from tests.integration.control import records_of
 from tests.integration.jobs import SCRIPTS, Jobs
 
 READS = str(SCRIPTS / "reads.py")
 SIZE = 10_000
+LEASES_MAX = 6
+"""What one worker has at most: a batch in hand can be from two shards, one is ready, one may be
+under way to it, and the word that two more are finished may be under way from it."""
+OF_THE_LEDGER = rec.DatasetRegistered | rec.ShardsLeased | rec.ShardsReported | rec.LeasesReturned
 
 
 def samples(jobs: Jobs) -> Counter[tuple[int, int]]:
@@ -22,15 +31,34 @@ def test_a_killed_worker_loses_no_sample(jobs: Jobs) -> None:
 
     The prior art gives a shard of a lost worker back as a whole, or after half an hour.
     """
-    job = jobs.run(
-        "--nproc-per-node", "2", "--no-spares", READS, SIZE=str(SIZE), FAULTS="kill read 1"
-    )
-    job.succeeds()
+    master = jobs.master("--http", "off")
+    words = ("--nproc-per-node", "2", "--no-spares", READS)
+    node = jobs.node(master, *words, SIZE=str(SIZE), FAULTS="kill read 1")
+    node.succeeds()
+    master.succeeds()
     assert len(jobs.events("fault")) == 1
     read = samples(jobs)
     assert set(read) == {(0, sample) for sample in range(SIZE)}
-    # What two workers had in hand or had not reported when one of them died.
-    assert sum(read.values()) - SIZE < SIZE / 5
+    pieces = outstanding(jobs)
+    assert len(pieces) <= 2 * LEASES_MAX
+    dataset = Dataset("train", size=SIZE, shuffle=BY_SAMPLE)
+    unreported = {
+        int(sample) for piece in pieces for sample in records(dataset, 0, piece.begin, piece.end)
+    }
+    assert {sample for (_, sample), times in read.items() if times > 1} <= unreported
+
+
+def outstanding(jobs: Jobs) -> list[Piece]:
+    """What was in leases, and not reported, when the second round began."""
+    ledger = Shards()
+    for record in records_of(jobs.folder / "state"):
+        if isinstance(record, rec.LeasesReturned) and record.before == 2:
+            position = ledger.position("train")
+            assert position is not None
+            return list(position.open)
+        if isinstance(record, OF_THE_LEDGER):
+            ledger.apply(record)
+    raise AssertionError("there was no second round")
 
 
 def test_nobody_takes_the_absence_of_the_master_for_the_end_of_the_data(jobs: Jobs) -> None:

@@ -14,6 +14,7 @@ from holdfast.client.data.ledgers import OwnLedger
 from holdfast.model.errors import UsageError
 from holdfast.torch.data import ShardedIterableDataset, ShardedLoader, ShardedMapDataset
 from tests.integration.jobs import ROOT, SCRIPTS, Jobs
+from tests.integration.test_data_exactly_once import lives, seen_by_the_model
 
 SIZE = 2000
 
@@ -164,3 +165,25 @@ def test_loaders_with_worker_processes_in_a_job(
     assert set(read) == {(epoch, sample) for epoch in range(2) for sample in range(SIZE)}
     if not faults:
         assert set(read.values()) == {1}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("start", "ranks", "faults"),
+    [("fork", 2, "kill read 1;kill read 0"), ("spawn", 1, "kill read 0")],
+)
+def test_loader_processes_and_a_restored_checkpoint(
+    jobs: Jobs, start: str, ranks: int, faults: str
+) -> None:
+    """What loader processes had read ahead when a rank died is not in the model: it comes again.
+
+    9.5: in the prior art it counts as consumed as soon as a loader process has fetched it.
+    """
+    jobs.write("numbers", "".join(f"{number}\n" for number in range(SIZE)))
+    words = ("--nproc-per-node", str(ranks), "--no-spares", str(SCRIPTS / "loads_saved.py"))
+    jobs.run(*words, START=start, FAULTS=faults).succeeds(300)
+    assert len(jobs.events("fault")) == len(faults.split(";"))
+    found = lives(jobs)
+    assert any(life.loaded > 0 for life in found.values()), "nothing was restored"
+    everything = {(epoch, sample): 1 for epoch in range(2) for sample in range(SIZE)}
+    assert seen_by_the_model(found) == everything

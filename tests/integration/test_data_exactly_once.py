@@ -6,10 +6,12 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
+from holdfast.client.data import DataShards
 from tests.integration.jobs import SCRIPTS, Command, Event, Jobs, MasterCommand
 
 READING = str(SCRIPTS / "reading.py")
@@ -24,6 +26,8 @@ class Life:
     saved_in: int = 0
     """The round that saved what this one began with; 0: it began with nothing."""
     read: dict[int, Counter[tuple[int, int]]] = field(default_factory=dict)
+    order: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
+    """The samples of every step by epoch and place in the order of the epoch."""
 
 
 def lives(jobs: Jobs) -> dict[int, Life]:
@@ -36,20 +40,39 @@ def lives(jobs: Jobs) -> dict[int, Life]:
         else:
             read = life.read.setdefault(line["step"], Counter())
             read.update((line["epoch"], sample) for sample in line["samples"])
+            places = [at for begin, end in line.get("spans", ()) for at in range(begin, end)]
+            life.order.setdefault(line["step"], {}).update(
+                ((line["epoch"], at), sample)
+                for at, sample in zip(places, line["samples"], strict=bool(places))
+            )
     return found
 
 
 def seen_by_the_model(found: dict[int, Life]) -> Counter[tuple[int, int]]:
-    """Every sample on the way to the last step, back through the lives that led to it."""
+    """Every sample on the way to the last step."""
     seen: Counter[tuple[int, int]] = Counter()
+    for life, step in lineage(found):
+        seen.update(life.read[step])
+    return seen
+
+
+def order_of_the_model(found: dict[int, Life]) -> dict[tuple[int, int], int]:
+    """The same samples by epoch and place in its order."""
+    order: dict[tuple[int, int], int] = {}
+    for life, step in lineage(found):
+        order.update(life.order[step])
+    return order
+
+
+def lineage(found: dict[int, Life]) -> Iterator[tuple[Life, int]]:
+    """The steps that led to the last one, back through the lives that made them."""
     number = max(found)
     end = max(found[number].read, default=found[number].loaded)
     while number:
         life = found[number]
         for step in range(life.loaded + 1, end + 1):
-            seen.update(life.read[step])
+            yield life, step
         number, end = life.saved_in, life.loaded
-    return seen
 
 
 class Training:
@@ -111,20 +134,33 @@ class Training:
         assert seen.keys() - samples == set()
         return found
 
+    def expect_the_order_of_an_undisturbed_run(self, found: dict[int, Life]) -> None:
+        """That of one process that reads the same dataset alone, without any failure."""
+        alone = DataShards(
+            "train", size=self.size, shard_size=1000, epochs=EPOCHS, shuffle="samples"
+        )
+        expected = {
+            (epoch, at): sample for epoch in alone.epochs() for at, sample in enumerate(alone)
+        }
+        assert order_of_the_model(found) == expected
 
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HOLDFAST_SOAK_SEEDS", "1"))))
 def test_every_sample_once_whatever_dies(jobs: Jobs, seed: int) -> None:
     """Prior art: after a restore some samples are trained twice and others never.
 
-    Workers, a node and the master are killed at random moments, 20,000 samples long.
+    Workers, a node and the master are killed after random steps of each round, two epochs of
+    100,000 samples long. The seed decides what dies when.
     """
-    training = Training(jobs, seed, size=10_000)
+    training = Training(jobs, seed, size=100_000)
     training.go_on()
     deaths = ["worker", "worker", "node", "master", "worker while the master is away"]
     training.random.shuffle(deaths)
     for what in deaths:
         training.suffer(what)
     found = training.expect_every_sample_once()
+    training.expect_the_order_of_an_undisturbed_run(found)
     assert len(found) >= 5
     # From memory: hardly anything was done twice.
     reached = 0

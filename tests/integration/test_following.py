@@ -3,14 +3,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast.agent.relay import Relay
 from holdfast.agent.vault.vault import Vault
+from holdfast.client.data import DataShards
 from holdfast.model.errors import UsageError
 from holdfast.protocol.data import Consumed, DataMarked, Mark
 from holdfast.runtime.token import make_token
@@ -34,6 +36,12 @@ class Source:
 
     def restored(self) -> None:
         self.restores += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": "train"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise AssertionError("under an agent the position is in the commit")
 
 
 def mark(leases: dict[int, int]) -> tuple[Mark, ...]:
@@ -140,3 +148,41 @@ def test_without_a_master_only_a_process_on_its_own_may_have_data_that_follow(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UsageError, match="The 4 processes of this training have no master"):
         Checkpointer(tmp_path).follow(Source())
+
+
+def test_a_process_on_its_own_saves_where_its_data_are(tmp_path: Path) -> None:
+    """Nobody has to think of it: data that follow a Checkpointer are in what it saves."""
+    model = torch.nn.Linear(2, 2)
+
+    def begun(checkpointer: Checkpointer) -> DataShards:
+        return DataShards(
+            "train", size=100, shard_size=30, shuffle="samples", checkpointer=checkpointer
+        )
+
+    with Checkpointer(tmp_path / "saves") as checkpointer:
+        shards = begun(checkpointer)
+        assert checkpointer.load(model=model) is None
+        reading = shards.batches(16)
+        before = [int(record) for _ in range(3) for record in next(reading)]
+        assert checkpointer.save(3, model=model).taken
+        next(reading)
+        # Back in the same process, too.
+        assert checkpointer.load(model=model) == 3
+        fourth = next(shards.batches(16)).tolist()
+        checkpointer.wait(60.0)
+    with Checkpointer(tmp_path / "saves") as checkpointer:
+        shards = begun(checkpointer)
+        assert checkpointer.load(model=model) == 3
+        after = [int(record) for batch in shards.batches(16) for record in batch]
+    assert sorted(before + after) == list(range(100))
+    assert fourth == after[:16]
+
+
+def test_a_process_on_its_own_cannot_save_files_without_the_position_of_its_data(
+    tmp_path: Path,
+) -> None:
+    with Checkpointer(tmp_path / "saves") as checkpointer:
+        DataShards("train", size=100, checkpointer=checkpointer)
+        for use in (lambda: checkpointer.save_files(1, {"a": b"b"}), checkpointer.load_files):
+            with pytest.raises(UsageError, match=r"only save\(\) and load\(\) keep their position"):
+                use()

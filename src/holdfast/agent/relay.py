@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from holdfast.agent.readers import Readers
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import VaultCall
 from holdfast.protocol.services import FROM_WORKERS
@@ -38,6 +39,7 @@ class Relay:
     def __init__(self, upstream: Upstream, vault: Keeper) -> None:
         self._upstream = upstream
         self._vault = vault
+        self._readers = Readers(lambda rests: _tell(upstream, rests))
         self._pending: dict[int, set[int]] = {}
 
     def opened(self, link: Link) -> None:
@@ -51,16 +53,27 @@ class Relay:
             refusal = f"a worker may not send {type(frame.body).__name__}"
             link.send(m.Refused("rejected", refusal), frame.call)
             return
-        pending, call = self._pending[link.number], frame.call
+        pending, call, asked = self._pending[link.number], frame.call, frame.body
+        reader = self._readers.asks(link, asked)
 
         def answered(body: m.AnyMessage) -> None:
             pending.discard(number)
+            if reader is not None:
+                reader.answered(asked, body)
             link.answer(body, call)
 
-        number = self._upstream.call(frame.body, answered, frame.session, frame.seq)
-        pending.add(number)
+        number = self._upstream.call(asked, answered, frame.session, frame.seq)
+        if reader is None:
+            # What a reader that dies is still given must be seen: it goes back.
+            pending.add(number)
 
     def closed(self, link: Link) -> None:
         for number in self._pending.pop(link.number, ()):
             self._upstream.forget(number)
+        self._readers.closed(link)
         self._vault.link_closed(link)
+
+
+def _tell(upstream: Upstream, body: m.AnyMessage) -> None:
+    """Say something of which nobody waits for the answer."""
+    upstream.call(body, lambda answer: None)

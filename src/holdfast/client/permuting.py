@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many numbers of a random order at once: what model/permutation.py computes one by one."""
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -8,6 +10,9 @@ from holdfast.model.permutation import Permutation
 
 Records = NDArray[np.int64]
 Places = NDArray[np.uint64]
+
+TABLE_BITS = 16
+"""Half a number of at most so many bits: then what a round does to it is looked up."""
 
 
 def permuted(order: Permutation, begin: int, end: int) -> Records:
@@ -22,17 +27,29 @@ def numbers_at(order: Permutation, places: Places) -> Places:
     numbers = _sent_round(order, places)
     outside = np.flatnonzero(numbers >= order.size)
     while len(outside):
-        numbers[outside] = _sent_round(order, numbers[outside])
-        outside = outside[numbers[outside] >= order.size]
+        walked = _sent_round(order, numbers[outside])
+        numbers[outside] = walked
+        outside = outside[walked >= order.size]
     return numbers
 
 
 def _sent_round(order: Permutation, numbers: Places) -> Places:
     bits, low = np.uint64(order.half_bits), np.uint64((1 << order.half_bits) - 1)
     left, right = numbers >> bits, numbers & low
-    for key in order.keys:
-        left, right = right, left ^ (_mix(right + np.uint64(key)) & low)
+    if order.half_bits <= TABLE_BITS:
+        for table in _tables(order.half_bits, order.keys):
+            left, right = right, left ^ table.take(right)
+    else:
+        for key in order.keys:
+            left, right = right, left ^ (_mix(right + np.uint64(key)) & low)
     return left << bits | right
+
+
+@lru_cache(maxsize=4)
+def _tables(half_bits: int, keys: tuple[int, ...]) -> tuple[Places, ...]:
+    """What each round makes of every half: of an order, which is read for a whole epoch."""
+    halves, low = np.arange(1 << half_bits, dtype=np.uint64), np.uint64((1 << half_bits) - 1)
+    return tuple(_mix(halves + np.uint64(key)) & low for key in keys)
 
 
 def _mix(numbers: Places) -> Places:

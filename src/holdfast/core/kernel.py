@@ -14,10 +14,10 @@ A *machine* owns a part of the state. `handle(event, now)` decides and answers w
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,7 @@ class Record(Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of everything that is journaled. Fields are only ever added, and with a default."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """What one event led to, in order."""
 
     facts: list[Event] = field(default_factory=list)
@@ -59,7 +58,7 @@ class Tick(Event):
 
 
 class Machine(Protocol):
-    """A part of the state and the decisions over it."""
+    """A part of the state and the decisions over it. Only `handle` and `apply` change it."""
 
     def handle(self, event: Any, now: float) -> Outcome:
         """Decide. Must not change durable state except through `apply` of a returned record."""
@@ -87,6 +86,10 @@ class Core:
         self._machines = tuple(machines)
         self._routes: dict[type[Event], tuple[Machine, ...]] = {}
         self._owners: dict[type[Record], Machine] = {}
+        #: The deadline of each machine, and who has been told something since.
+        self._deadlines: dict[Machine, float | None] = dict.fromkeys(machines)
+        self._told: dict[Machine, None] = dict.fromkeys(machines)
+        self._earliest: float | None = None
 
     def route(self, kind: type[Event], *machines: Machine) -> None:
         """Deliver this kind of event to these machines, in this order."""
@@ -114,6 +117,7 @@ class Core:
             else:
                 targets = self._routes[type(current)]
             for machine in targets:
+                self._told[machine] = None
                 outcome = machine.handle(current, now)
                 if outcome is NOTHING:
                     continue
@@ -123,20 +127,26 @@ class Core:
 
     def replay(self, record: Record) -> None:
         """Apply a record of an earlier life."""
-        self._owners[type(record)].apply(record)
+        owner = self._owners[type(record)]
+        self._told[owner] = None
+        owner.apply(record)
 
     def snapshot(self) -> list[Record]:
         """Records that lead an empty core to the present durable state."""
         return [record for machine in self._machines for record in machine.snapshot()]
 
     def deadline(self) -> float | None:
-        """The earliest deadline of any machine."""
-        earliest: float | None = None
-        for machine in self._machines:
+        """The earliest deadline of any machine. This is asked after every event."""
+        has_moved = False
+        for machine in self._told:
             at = machine.deadline()
-            if at is not None and (earliest is None or at < earliest):
-                earliest = at
-        return earliest
+            has_moved = has_moved or at != self._deadlines[machine]
+            self._deadlines[machine] = at
+        self._told.clear()
+        if has_moved:
+            known = (at for at in self._deadlines.values() if at is not None)
+            self._earliest = min(known, default=None)
+        return self._earliest
 
 
 def _is_due(machine: Machine, now: float) -> bool:

@@ -35,6 +35,9 @@ FLUSH_S = 360.0
 """How long it waits for agents that beat, while nothing new reaches storage. Agents give up earlier
 by themselves (END_S in agent/agent.py), so what they hold in memory gets there if it can."""
 
+NO_NEWS = frozenset({ev.BeatReceived, ev.KvRequested, ev.DataRequested})
+"""What comes in by the thousand: nobody looks for words for it."""
+
 _DONE = m.Done()
 
 
@@ -96,19 +99,15 @@ class Service:
         body = frame.body
         if self._is_finishing:
             self._note_life(link, body)
-        if isinstance(body, m.Beat):
+        if type(body) in FROM_WORKERS:
+            self._from_worker(link, frame)
+        elif isinstance(body, m.Beat):
             node_id = self._node_of.get(link.number)
             if node_id is not None:
                 self._feed(ev.BeatReceived(node_id, body))
                 link.send(_DONE, frame.call)
                 if self._followers:
                     self._tell_progress()
-        elif type(body) in FROM_WORKERS and not isinstance(body, DataCall):
-            node_id = self._node_of.get(link.number, NOBODY)
-            request = cast(m.KvCall, body)
-            self._feed(
-                ev.KvRequested(node_id, link.number, frame.call, frame.session, frame.seq, request)
-            )
         elif isinstance(body, m.Dropped):
             self._feed(ev.RequestDropped(body.session, body.seq))
         elif isinstance(body, m.Attach):
@@ -120,11 +119,21 @@ class Service:
         else:
             self._from_agent(link, frame)
 
+    def _from_worker(self, link: Link, frame: m.Frame) -> None:
+        body, node_id = frame.body, self._node_of.get(link.number, NOBODY)
+        asked = (node_id, link.number, frame.call, frame.session, frame.seq)
+        if not isinstance(body, DataCall):
+            self._feed(ev.KvRequested(*asked, cast(m.KvCall, body)))
+        elif node_id == NOBODY:
+            # Leases go back when their node is lost: only nodes of the job may have some.
+            _refuse_unattached(link, frame)
+        else:
+            self._feed(ev.DataRequested(*asked, body))
+
     def _from_agent(self, link: Link, frame: m.Frame) -> None:
         body, call, node_id = frame.body, frame.call, self._node_of.get(link.number)
         if node_id is None:
-            refusal = f"{type(body).__name__} came before the agent was attached"
-            link.send(m.Refused("rejected", refusal), call)
+            _refuse_unattached(link, frame)
             return
         match body:
             case m.WorkersStarted():
@@ -139,10 +148,6 @@ class Service:
                 self._feed(ev.DoneReported(node_id, link.number, call, body))
             case m.Leave():
                 self._feed(ev.LeaveRequested(node_id, link.number, call, body.reason))
-            case _ if isinstance(body, DataCall):
-                # Leases go back when their node is lost: only nodes of the job may have some.
-                asked = (node_id, link.number, call, frame.session, frame.seq, body)
-                self._feed(ev.DataRequested(*asked))
             case DataMarked():
                 self._feed(ev.DataMarks(node_id, link.number, call, body))
             case _ if isinstance(body, CheckpointCall):
@@ -178,6 +183,8 @@ class Service:
 
     def observe(self, event: Event, now: float) -> None:
         """Say what happened, here and to those who follow."""
+        if type(event) in NO_NEWS:
+            return
         match event:
             case ev.NodeReady():
                 self._in_job.add(event.member.node_id)
@@ -284,3 +291,8 @@ class Service:
         self._moved_at = self._now()
         if not self._in_job:
             self._all_told.set()
+
+
+def _refuse_unattached(link: Link, frame: m.Frame) -> None:
+    refusal = f"{type(frame.body).__name__} came before the agent was attached"
+    link.send(m.Refused("rejected", refusal), frame.call)

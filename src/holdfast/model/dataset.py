@@ -50,6 +50,8 @@ class Dataset(Struct, frozen=True, array_like=True):
     may be read twice after a failure."""
     attempts: int = 3
     """How often a piece may fail in its reader before it is set aside."""
+    grows: bool = False
+    """Of a stream: a shard is dealt when all its records are known to be written."""
 
 
 class Piece(Struct, frozen=True, array_like=True, order=True):

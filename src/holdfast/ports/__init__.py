@@ -3,5 +3,6 @@
 
 from holdfast.ports.journal import Entry, Journal
 from holdfast.ports.platform import Order, Platform, Sighting
+from holdfast.ports.stream import StreamReader
 
-__all__ = ["Entry", "Journal", "Order", "Platform", "Sighting"]
+__all__ = ["Entry", "Journal", "Order", "Platform", "Sighting", "StreamReader"]

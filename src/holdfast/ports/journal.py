@@ -2,12 +2,12 @@
 """The journal port: where records survive the master."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+
+class Entry(Struct, frozen=True):
     """One durable record: its job time, the wall clock when it was written, and its bytes."""
 
     at_s: float

@@ -37,6 +37,9 @@ class Consumed(Struct, frozen=True, array_like=True):
     """Why the rest of it could not be read: it is given to somebody else, or set aside."""
     returned: bool = False
     """True: the rest goes back, nothing is wrong with it."""
+    end: int = -1
+    """The worker will stop here, below the end of its piece: the tail goes back. -1: it will not.
+    Who says this never reads beyond it again; saying it twice changes nothing."""
 
 
 class ShardsTake(Message, frozen=True):
@@ -56,6 +59,8 @@ class ShardsTake(Message, frozen=True):
     """Since the last report, cumulative per lease: saying it twice changes nothing."""
     timeout_s: float = 60.0
     """After this, an answer with nothing in it."""
+    is_idle: bool = False
+    """True: the asker has nothing left to read, even if it does not wait."""
 
 
 class ShardsTaken(Message, frozen=True):
@@ -63,7 +68,7 @@ class ShardsTaken(Message, frozen=True):
     is_over: bool = False
     """True: every piece of the epoch is consumed or set aside, and none can come back."""
     wanted: tuple[int, ...] = ()
-    """Leases that others wait for: give back what is not begun, soon."""
+    """Leases that others wait for: give back what is not begun, or the tail of what is, soon."""
 
 
 class ShardsAdd(Message, frozen=True):
@@ -76,6 +81,16 @@ class ShardsAdd(Message, frozen=True):
     shards: tuple[tuple[str, int], ...]
     """What each is called, and how many samples it has."""
     is_last: bool = False
+
+
+class ShardsGrown(Message, frozen=True):
+    """How far the partitions of a stream that grows are written."""
+
+    scope: int
+    name: str
+    ends: tuple[int, ...]
+    """The offset after the last record of each, in the dataset's order. What is known to be written
+    stays so: saying it twice, or late, changes nothing."""
 
 
 # ---- agent to master -----------------------------------------------------------------------------
@@ -108,6 +123,6 @@ class DataMarked(Message, frozen=True):
     needed any more."""
 
 
-DataCall = DatasetOpen | ShardsTake | ShardsAdd
+DataCall = DatasetOpen | ShardsTake | ShardsAdd | ShardsGrown
 """What a worker asks the ledger of shards."""
 DataAnswer = DatasetOpened | ShardsTaken

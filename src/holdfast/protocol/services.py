@@ -68,6 +68,7 @@ METHODS: dict[type[m.Message], Method] = {
         Method(d.DatasetOpen, d.DatasetOpened, mutates=False),
         Method(d.ShardsTake, d.ShardsTaken, mutates=True),
         Method(d.ShardsAdd, m.Done, mutates=False),
+        Method(d.ShardsGrown, m.Done, mutates=False),
         Method(d.DataMarked, m.Done, mutates=False),
         Method(m.Observe, m.Observed, mutates=False),
         Method(m.StopJob, m.Done, mutates=False),

@@ -28,7 +28,12 @@ _CREATE_META = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
 _CREATE_ENTRIES = """CREATE TABLE entries (
     seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, wall_s REAL NOT NULL,
     payload BLOB NOT NULL, crc INTEGER NOT NULL)"""
-_INSERT = "INSERT INTO entries (seq, at_s, wall_s, payload, crc) VALUES (?, ?, ?, ?, ?)"
+ROWS_MAX = 64
+_INSERT = "INSERT INTO entries (seq, at_s, wall_s, payload, crc) VALUES "
+#: By how many rows they insert. Each run of a statement gives the interpreter's lock up, and a busy
+#: master takes a while to give it back: so most appends are one run, which is a transaction too.
+_INSERTS = [_INSERT + ", ".join(["(?, ?, ?, ?, ?)"] * count) for count in range(ROWS_MAX + 1)]
+_Row = tuple[int, float, float, bytes, int]
 _SELECT = "SELECT seq, at_s, wall_s, payload, crc FROM entries ORDER BY seq"
 
 _WAY_OUT = "restore the folder from a copy, or start the job anew in an empty state directory"
@@ -66,7 +71,11 @@ class SqliteJournal:
                 _make_file(path)
                 # Autocommit: the transactions are written out below, one per append.
                 db = sqlite3.connect(
-                    path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                    path,
+                    timeout=BUSY_TIMEOUT_S,
+                    isolation_level=None,
+                    check_same_thread=False,
+                    cached_statements=2 * ROWS_MAX,
                 )
                 resources.enter_context(closing(db))
                 # With one owner the WAL index can live in its memory, and a disk that is shared
@@ -102,8 +111,9 @@ class SqliteJournal:
         if not rows:
             return
         with _clear_errors(self._path), self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(_INSERT, rows)
+            if len(rows) > ROWS_MAX:
+                self._db.execute("BEGIN IMMEDIATE")
+            self._insert(rows)
         self._next += len(rows)
 
     def compact(self, snapshot: Sequence[Entry]) -> None:
@@ -113,7 +123,7 @@ class SqliteJournal:
             with self._db:
                 self._db.execute("BEGIN IMMEDIATE")
                 self._db.execute("DELETE FROM entries")
-                self._db.executemany(_INSERT, rows)
+                self._insert(rows)
                 self._db.execute("UPDATE meta SET value = ? WHERE key = 'first'", (self._next,))
             self._next += len(rows)
             # The snapshot is durable already; if its move out of the log fails for lack of space,
@@ -125,7 +135,12 @@ class SqliteJournal:
         """Close the file, then let the next owner in."""
         self._resources.close()
 
-    def _rows(self, entries: Sequence[Entry]) -> list[tuple[int, float, float, bytes, int]]:
+    def _insert(self, rows: list[_Row]) -> None:
+        for first in range(0, len(rows), ROWS_MAX):
+            some = rows[first : first + ROWS_MAX]
+            self._db.execute(_INSERTS[len(some)], [value for row in some for value in row])
+
+    def _rows(self, entries: Sequence[Entry]) -> list[_Row]:
         return [
             (seq, entry.at_s, entry.wall_s, entry.payload, _checksum(seq, entry))
             for seq, entry in enumerate(entries, start=self._next)

@@ -160,6 +160,12 @@ class Link(asyncio.Protocol):
         except ProtocolError as exc:
             self.send(m.Refused("rejected", str(exc)), call)
 
+    def peer_pid(self) -> int:
+        """The process that connected to this Unix socket."""
+        assert self._transport is not None
+        pid, _ = _credentials(self._transport.get_extra_info("socket"))
+        return pid
+
     def close(self) -> None:
         """Close once everything queued is sent."""
         if self._transport is not None:
@@ -252,9 +258,15 @@ def _tune(peer: socket.socket) -> None:
 
 
 def _is_same_user(peer: socket.socket) -> bool:
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-    _, uid, _ = _PEERCRED.unpack(raw)
+    _, uid = _credentials(peer)
     return uid in (os.getuid(), 0)
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket, when it connected."""
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+    pid, uid, _ = _PEERCRED.unpack(raw)
+    return pid, uid
 
 
 class Server:

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -156,6 +155,7 @@ class Checkpointer:
         `files` are this rank's, `shared` those that are the same on every rank; functions that make
         them are called only when a save is due. Every rank gives `shared` at every step, or none.
         """
+        self._followers.expect_own_state()
         session = self._opened()
         tier = session.tier(_checked(step)) if to is None else to
         if tier is None:
@@ -178,6 +178,7 @@ class Checkpointer:
         overlap: bool | None = None,
     ) -> Saved:
         """Save what is described already: the files of each part that this rank writes."""
+        self._followers.expect_own_state()
         session = self._opened()
         tier = session.tier(_checked(step)) if to is None else to
         if tier is None:
@@ -234,6 +235,7 @@ class Checkpointer:
             self.extra, self.data = own.get("extra"), own.get("data")
             hand_over(extra, self.extra, "extra")
             hand_over(data, self.data, "data")
+            self._followers.own_restored(plan.version.step, own.get("positions"))
             rng = own.get("rng")
             if isinstance(rng, dict) and not loading.is_substitute:
                 set_rng_state(rng)
@@ -249,6 +251,7 @@ class Checkpointer:
         `parts`: what this rank reads beside its own part and the shared one. Every rank calls it.
         Close what it returns (it is a context manager).
         """
+        self._followers.expect_own_state()
         session = self._opened()
         session.settle()
         loading = FilesLoading(parts)
@@ -277,12 +280,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _opened(self) -> Session:

@@ -22,10 +22,11 @@ from torch.utils.data import (
 
 from holdfast.client.data.holdings import Claims, Holdings
 from holdfast.client.data.ledgers import OwnLedger, connect_ledger
-from holdfast.client.data.parts import Part, lines, records
+from holdfast.client.data.parts import Part
 from holdfast.client.data.reading import Reader
+from holdfast.client.data.samples import samples
 from holdfast.client.data.shards import DataShards
-from holdfast.model.dataset import LINES, RANGE
+from holdfast.model.dataset import RANGE
 from holdfast.model.errors import UsageError
 
 __all__ = ["ShardedIterableDataset", "ShardedLoader", "ShardedMapDataset", "in_step"]
@@ -324,23 +325,8 @@ class _TaggedSamples(IterableDataset[_Tagged]):
     def _samples(self, holdings: Holdings, part: Part) -> Iterator[_Tagged]:
         origin = _Origin(part.number, part.term, part.begin, part.end)
         upto = part.begin
-        for upto, sample in self._loaded(part):
+        for upto, sample in samples(self._described, part, self._load):
             yield _Tagged(sample, origin, upto)
         if upto == part.begin:
             # No line begins in it: nobody else will ever hear of this part.
             holdings.finish([(part, part.end)])
-        elif upto < part.end:
-            raise UsageError(f"`load` gave samples of {part} up to {upto} only")
-
-    def _loaded(self, part: Part) -> Iterator[tuple[int, Any]]:
-        """Where each sample ends, and the sample."""
-        kind = self._described.kind
-        if kind == RANGE:
-            numbers = records(self._described, part.epoch, part.given, part.end)
-            for upto, number in enumerate(numbers.tolist(), start=part.given + 1):
-                yield upto, self._load(number)
-        elif kind == LINES:
-            for end, line in lines(part):
-                yield min(end, part.end), self._load(line)
-        else:
-            yield from enumerate(self._load(part), start=part.given + 1)

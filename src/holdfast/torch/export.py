@@ -42,7 +42,8 @@ def export_checkpoint(storage: Storage, one: Committed, target: Path, file_forma
 
 def _export_plain(copy: Path, target: Path, file_format: str) -> None:
     found = read_plain(copy)
-    found.pop("rng", None)  # Of rank 0 alone, and of no use to anybody but a resumed run.
+    for name in ("rng", "positions"):
+        found.pop(name, None)  # Of rank 0 alone, and of no use to anybody but a resumed run.
     if file_format == "safetensors":
         _save_safetensors(found.get("model"), target)
     elif file_format == "torch":

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data that are read with respect to a Checkpointer's model: their position goes with it."""
 
-from typing import Protocol
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from holdfast.core.node.marks import Marks, merged
 from holdfast.model.errors import UsageError
 from holdfast.runtime.settings import worker_place, worker_settings
+
+log = logging.getLogger(__name__)
 
 
 class DataSource(Protocol):
@@ -16,6 +20,11 @@ class DataSource(Protocol):
 
     def restored(self) -> None:
         """The position has jumped to that of the restored model: begin anew from there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its "name", and, in a process on its own, its position."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Followers:
@@ -39,7 +48,7 @@ class Followers:
 
     @property
     def has_any(self) -> bool:
-        """Whether positions go with the saves. A process on its own keeps them in its `data`."""
+        """Whether positions go with the commits. A process on its own keeps them in its state."""
         return bool(self._sources) and not self._is_alone
 
     def marks(self) -> Marks | None:
@@ -52,6 +61,28 @@ class Followers:
     def saved(self) -> None:
         """The agent has what was said last."""
         self._unsaved = ()
+
+    def own_positions(self) -> list[dict[str, Any]]:
+        """Where the data of a process on its own are: part of the state that it saves."""
+        return [source.state_dict() for source in self._sources] if self._is_alone else []
+
+    def expect_own_state(self) -> None:
+        """UsageError if positions would be lost, because what is saved is not `save`'s own."""
+        if self._is_alone and self._sources:
+            raise UsageError(
+                "Data follow this Checkpointer, and in a process on its own only save() and load() "
+                "keep their position: use these, or start it with `holdfast run`."
+            )
+
+    def own_restored(self, step: int, positions: object) -> None:
+        """A process on its own has loaded a step: its data go to where they were then."""
+        known = {one["name"]: one for one in positions} if isinstance(positions, list) else {}
+        for source in self._sources if self._is_alone else ():
+            name = source.state_dict()["name"]
+            if name in known:
+                source.load_state_dict(known[name])
+            else:
+                log.warning("step %d does not say where the data %r were: they stay", step, name)
 
     def restored(self) -> None:
         """All ranks agreed on what to begin with, and have it."""

@@ -92,7 +92,10 @@ class Loading(Protocol):
         """
 
     def fill(self) -> dict[str, object]:
-        """Copy into the live objects; returns what else was saved: "extra", "data", "rng"."""
+        """Copy into the live objects; returns what else was saved: "extra", "data", "rng".
+
+        And "positions", where the data of a process on its own were.
+        """
 
 
 def agree(

@@ -106,6 +106,8 @@ class Session:
         place = self.client.place
         part = rank_part(place.rank)
         own = {"extra": extra, "data": data, "rng": rng_state()}
+        if positions := self._followers.own_positions():
+            own["positions"] = positions
         if is_sharded(model, optimizer):
             images = self.sharded.collect(model, optimizer, own, allow_pickle)
             return {part: images}, Shape(place.world_size, shared=False)

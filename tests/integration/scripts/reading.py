@@ -16,7 +16,7 @@ from holdfast.client.data import DataShards
 from holdfast.client.data.reading import Reader
 from holdfast.torch import Checkpointer, EverySteps
 
-BATCH = 10
+BATCH = 100
 
 
 def write(**line: object) -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     shards = DataShards(
         "train",
         size=int(os.environ["SIZE"]),
-        shard_size=100,
+        shard_size=1000,
         epochs=2,
         shuffle="samples",
         checkpointer=checkpointer,
@@ -59,11 +59,12 @@ def main() -> None:
         reader = Reader(shards.holdings, epoch, waits=False)
         while True:
             samples, claims = reader.draw(BATCH)
+            spans = [(part.given, upto) for part, upto in claims]
             assert shards.holdings.deliver(claims)
             if how_many(len(samples)) == 0:
                 break
             step += 1
-            write(step=step, epoch=epoch, samples=samples.tolist())
+            write(step=step, epoch=epoch, samples=samples.tolist(), spans=spans)
             checkpointer.save(step, model=model, extra={"round": ROUND})
             shards.holdings.finish(claims)
             note("step", step)

@@ -3,5 +3,6 @@
 
 from holdfast.client.data.parts import Part
 from holdfast.client.data.shards import DataShards
+from holdfast.client.data.streams import Record, StreamShards
 
-__all__ = ["DataShards", "Part"]
+__all__ = ["DataShards", "Part", "Record", "StreamShards"]

@@ -60,9 +60,15 @@ class Books:
             self.ready.append(self.enter(lease))
         if answer.is_over and request.epoch == self.epoch and self.has_more_epochs:
             self.epoch += 1
-        for part in [part for part in self.ready if part.number in answer.wanted]:
-            if part.given == part.begin:
-                self.give_back(part)
+        self._wanted([self.parts[n] for n in answer.wanted if n in self.parts])
+
+    def _wanted(self, parts: list[Part]) -> None:
+        """Others wait for these: what is not begun goes back, else the reader cuts the tail off."""
+        unread = [part for part in parts if part in self.ready and part.given == part.begin]
+        for part in unread:
+            self.give_back(part)
+        for part in parts if not unread else ():
+            part.is_wanted = True
 
     def enter(self, lease: Lease) -> Part:
         """A new part; the one that is there already, if the lease is known."""
@@ -114,6 +120,12 @@ class Books:
         # done may be left out.
         upto = part.given if self.dataset.series else part.done
         self._end(part, Consumed(part.number, upto, returned=upto < part.end))
+        self.owes_report = True
+
+    def cut(self, part: Part, end: int) -> None:
+        """The tail of a part is for others; from now on nobody here reads it."""
+        part.end = end
+        self._last_words.append(Consumed(part.number, part.done, end=end))
         self.owes_report = True
 
     def give_back_lease(self, number: int, begin: int) -> None:

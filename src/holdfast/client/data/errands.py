@@ -31,15 +31,17 @@ log = logging.getLogger(__name__)
 class Errand:
     """One request to the ledger."""
 
-    def __init__(self, want: int, hold_s: float) -> None:
-        self.want, self.hold_s = want, hold_s
+    def __init__(self, want: int, hold_s: float, is_idle: bool) -> None:
+        self.want, self.hold_s, self.is_idle = want, hold_s, is_idle
         self.is_done = False
 
 
 class Errands:
     """The requests about one dataset. Use it with the lock `changed`, unless it says otherwise."""
 
-    def __init__(self, ledger: Ledger, dataset: Dataset, report_every_s: float) -> None:
+    def __init__(
+        self, ledger: Ledger, dataset: Dataset, prefetch: int, report_every_s: float
+    ) -> None:
         self.changed = threading.Condition()
         """The lock of all this; notified when an errand is done."""
         self.books = Books(dataset)
@@ -49,7 +51,9 @@ class Errands:
         """When the next report is due."""
         self.is_closed = False
         self._ledger, self._name, self._dataset = ledger, dataset.name, dataset
-        self._report_every_s = report_every_s
+        self._prefetch, self._report_every_s = prefetch, report_every_s
+        #: True: a reader took a part while a quick errand was under way; it may have to fetch more.
+        self._fetches_next = False
         self._error: HoldfastError | None = None
         self._listed: list[tuple[str, int]] = []
         self._is_listed = False
@@ -61,12 +65,17 @@ class Errands:
         if self.is_closed:
             raise UsageError(f"the dataset {self._name!r} was closed by this process")
 
-    def send(self, want: int, hold_s: float = 0.0) -> Errand:
+    def fail(self, error: HoldfastError) -> None:
+        """Whoever reads or waits raises this."""
+        self._error = self._error or error
+        self.changed.notify_all()
+
+    def send(self, want: int, hold_s: float = 0.0, *, is_idle: bool = False) -> Errand:
         """Start an errand; while a quick one is under way, no second one: a report follows it."""
         if not hold_s and self.quick is not None:
             self.books.owes_report = True
             return self.quick
-        errand = Errand(want, hold_s)
+        errand = Errand(want, hold_s, is_idle)
         if hold_s:
             self.held = errand
         else:
@@ -78,6 +87,13 @@ class Errands:
             threading.Thread(target=self._run, args=(errand,), name=name, daemon=True).start()
         return errand
 
+    def fetch(self) -> None:
+        """Ask for the next parts before they are needed, at once or after what is under way."""
+        self._fetches_next = self.quick is not None
+        missing = self._prefetch - len(self.books.ready)
+        if missing > 0 and self.quick is None:
+            self.send(want=missing)
+
     def wait_for(self, errand: Errand) -> None:
         """Wait until an errand is done, or there is something to read without it.
 
@@ -86,7 +102,7 @@ class Errands:
         began = time.monotonic()
         say_at = began + SAY_EVERY_S
         while not self.changed.wait_for(
-            lambda: errand.is_done or self.books.ready, say_at - time.monotonic()
+            lambda: errand.is_done or self.books.ready or self._error, say_at - time.monotonic()
         ):
             log.warning(
                 "%r: waiting for %.0f s for %s",
@@ -148,8 +164,11 @@ class Errands:
                 # The answer came too late for anybody to read what it brought.
                 for part in list(self.books.ready):
                     self.books.give_back(part)
-            if self.books.owes_report and self.quick is None and self._error is None:
-                self.send(want=0)
+            if self.quick is None and self._error is None:
+                if self._fetches_next and not self.is_closed:
+                    self.fetch()
+                if self.books.owes_report:
+                    self.send(want=0)
             self.changed.notify_all()
 
     def _carry_out(self, errand: Errand) -> None:
@@ -166,6 +185,7 @@ class Errands:
                 want=errand.want,
                 consumed=self.books.words(),
                 timeout_s=errand.hold_s,
+                is_idle=errand.is_idle,
             )
         try:
             answer = self._ledger.take(request)

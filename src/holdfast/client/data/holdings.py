@@ -9,6 +9,7 @@ from holdfast.client.data.errands import HOLD_S, Errand, Errands
 from holdfast.client.data.ledgers import Ledger
 from holdfast.client.data.parts import Part
 from holdfast.model.dataset import Dataset, Lease, Piece, Position
+from holdfast.model.errors import HoldfastError
 from holdfast.protocol.data import Mark
 
 Claims = Sequence[tuple[Part, int]]
@@ -22,8 +23,8 @@ class Holdings:
         self, ledger: Ledger, dataset: Dataset, *, prefetch: int, report_every_s: float
     ) -> None:
         self.dataset = dataset
-        self._prefetch = prefetch
-        self._errands = Errands(ledger, dataset, report_every_s)
+        self._report_every_s = report_every_s
+        self._errands = Errands(ledger, dataset, prefetch, report_every_s)
         self._books, self._changed = self._errands.books, self._errands.changed
 
     @property
@@ -51,18 +52,18 @@ class Holdings:
 
     # ---- readers --------------------------------------------------------------------------------
 
-    def next_part(self, epoch: int, *, wait: bool) -> Part | None:
+    def next_part(self, epoch: int, *, wait: bool, hold_s: float = 0.0) -> Part | None:
         """A part for one reader. None: the epoch is over.
 
-        Without `wait` None also says that there is nothing now, though something may come back.
+        Without `wait` None also says that there is nothing now, though something may come back;
+        `hold_s` is how long that may take to be sure.
         """
         with self._changed:
-            if not self._found(epoch, wait):
+            if not self._found(epoch, wait, hold_s):
                 return None
             part = self._books.ready.popleft()
-            missing = self._prefetch - len(self._books.ready)
-            if missing > 0 and self._errands.quick is None:
-                self._errands.send(want=missing)
+            part.read_from, part.read_since = part.given, time.monotonic()
+            self._errands.fetch()
             return part
 
     def has_more(self, epoch: int, *, wait: bool = True) -> bool:
@@ -70,9 +71,10 @@ class Holdings:
         with self._changed:
             return self._found(epoch, wait)
 
-    def _found(self, epoch: int, wait: bool) -> bool:
+    def _found(self, epoch: int, wait: bool, hold_s: float = 0.0) -> bool:
         """Whether a part is ready, now or after asking for one. The lock is held."""
         asked: Errand | None = None
+        hold_s = HOLD_S if wait else hold_s
         while True:
             self._errands.check()
             if self._books.term != NOT_OPEN:
@@ -83,11 +85,11 @@ class Holdings:
                 if asked is not None and asked.want and not wait:
                     return False
             asked = self._errands.quick
-            if asked is None and wait and self._errands.held is not None:
+            if asked is None and hold_s and self._errands.held is not None:
                 # What the held one waits for may be what only this process knows.
                 asked = self._errands.send(want=0) if self._books.has_news else self._errands.held
             if asked is None:
-                asked = self._errands.send(want=1, hold_s=HOLD_S if wait else 0.0)
+                asked = self._errands.send(want=1, hold_s=hold_s, is_idle=True)
             self._errands.wait_for(asked)
 
     def deliver(self, claims: Claims) -> bool:
@@ -110,6 +112,21 @@ class Holdings:
         with self._changed:
             self._books.fail(part, why)
             self._errands.send(want=0)
+
+    def share(self, part: Part, drawn: int) -> None:
+        """Others wait for this part: cut off half of what its reader has not drawn.
+
+        Only its reader calls this, so nobody can be beyond the cut. What is read in no more time
+        than two reports take stays here: it would be read before the others had it.
+        """
+        part.is_wanted = False
+        rest = part.end - drawn
+        pace_s = (time.monotonic() - part.read_since) / max(1, drawn - part.read_from)
+        if rest > 1 and rest * pace_s > 2 * self._report_every_s:
+            with self._changed:
+                if part.number in self._books.parts:
+                    self._books.cut(part, part.end - rest // 2)
+                    self._errands.send(want=0)
 
     def put_back(self, parts: Iterable[Part]) -> None:
         """Nobody reads these any more: the next reader of this process goes on with them."""
@@ -190,6 +207,11 @@ class Holdings:
         """Name more shards; the ledger hears it now, and again when the dataset is opened again."""
         self.open()
         self._errands.name_shards(shards, last)
+
+    def abort(self, error: HoldfastError) -> None:
+        """There is no way on: every reader raises this."""
+        with self._changed:
+            self._errands.fail(error)
 
     def close(self) -> None:
         """Give back what is not read, and tell the ledger how far the rest is."""

@@ -23,6 +23,7 @@ from holdfast.protocol.data import (
     DatasetOpened,
     Mark,
     ShardsAdd,
+    ShardsGrown,
     ShardsTake,
     ShardsTaken,
 )
@@ -51,6 +52,9 @@ class Ledger(Protocol):
     def take(self, request: ShardsTake) -> ShardsTaken: ...
 
     def add(self, name: str, first: int, shards: Sequence[tuple[str, int]], last: bool) -> None: ...
+
+    def grow(self, name: str, ends: Sequence[int]) -> None:
+        """The partitions of a stream are written up to here."""
 
 
 def connect_ledger() -> Ledger:
@@ -89,6 +93,9 @@ class AgentLedger:
         request = ShardsAdd(self.scope, name, first, tuple(shards), last)
         self._client.ask(request, m.Done, LONGEST_WAIT_S)
 
+    def grow(self, name: str, ends: Sequence[int]) -> None:
+        self._client.ask(ShardsGrown(self.scope, name, tuple(ends)), m.Done, LONGEST_WAIT_S)
+
 
 class OwnLedger:
     """The same ledger without a master, for a process that trains alone.
@@ -117,6 +124,9 @@ class OwnLedger:
 
     def add(self, name: str, first: int, shards: Sequence[tuple[str, int]], last: bool) -> None:
         self._ask(ShardsAdd(0, name, first, tuple(shards), last), m.Done)
+
+    def grow(self, name: str, ends: Sequence[int]) -> None:
+        self._ask(ShardsGrown(0, name, tuple(ends)), m.Done)
 
     def position(self, dataset: Dataset, marks: tuple[Mark, ...]) -> Position:
         """Where a dataset is when this much of its leases is consumed."""

@@ -27,8 +27,11 @@ class Part:
         "epoch",
         "extent",
         "given",
+        "is_wanted",
         "name",
         "number",
+        "read_from",
+        "read_since",
         "reported",
         "term",
     )
@@ -39,6 +42,10 @@ class Part:
         self.epoch, self.extent = piece.epoch, piece.extent
         self.begin, self.end = piece.begin, piece.end
         self.given = self.done = self.reported = piece.begin
+        self.is_wanted = False
+        """Others wait for its tail: its reader, and nobody else, may cut it (Holdings.share)."""
+        self.read_from, self.read_since = piece.begin, 0.0
+        """Where its reader began, and when."""
         self.name = lease.key
         """The file, the partition, or what the user called a listed shard."""
         if dataset.kind in (LINES, STREAM):

@@ -43,6 +43,8 @@ class Reader:
                 part = self._next_part(wait=self._waits and not claims)
                 if part is None:
                     break
+            if part.is_wanted:
+                self._holdings.share(part, self._at)
             upto = min(part.end, self._at + missing)
             rows.append(self._numbers(part, self._at, upto))
             claims.append((part, upto))

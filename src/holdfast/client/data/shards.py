@@ -41,6 +41,19 @@ __all__ = ["DataShards", "Follows"]
 Files = Sequence[str | os.PathLike[str]]
 
 
+class _Process:
+    """This process. Every record looks at it, so the system is asked again only after a fork."""
+
+    pid = getpid()
+
+
+def _forked() -> None:
+    _Process.pid = getpid()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Follows(Protocol):
     """A Checkpointer, as far as data is concerned."""
 
@@ -65,6 +78,7 @@ class DataShards:
         files: Files | None = None,
         partitions: Mapping[str, tuple[int, int | None]] | None = None,
         listed: Sequence[tuple[str, int]] | None = None,
+        grows: bool = False,
         shard_size: int = 1000,
         epochs: int = 1,
         shuffle: str = IN_ORDER,
@@ -81,6 +95,7 @@ class DataShards:
         `size`: the records 0..size. `files`: the lines of text files. `partitions` of a stream: the
         first offset of each and the one after the last, or None if it has no end. `listed`: shards
         by name, with the number of their samples; an empty list if `add` will name them.
+        `grows`: only what the ledger is told to be written is dealt, see StreamShards.
         `shard_size` counts records, bytes or offsets; docs/data.md tells how to choose it.
         """
         kind, extents = _kind(size, files, partitions, listed)
@@ -97,11 +112,12 @@ class DataShards:
             task=task,
             series=self.ledger.series(name, "" if checkpointer is None else checkpointer.directory),
             attempts=attempts,
+            grows=grows,
         )
         self.holdings = Holdings(
             self.ledger, self.dataset, prefetch=prefetch, report_every_s=report_every_s
         )
-        self._pid = getpid()
+        self._pid = _Process.pid
         if checkpointer is not None:
             # Known to the ledger before anything is restored: the position comes with the model.
             self.holdings.open()
@@ -139,8 +155,12 @@ class DataShards:
                 at += 1
                 part.given = at
                 yield record
-                if monotonic() >= holdings.report_at or getpid() != pid:
+                if monotonic() >= holdings.report_at or _Process.pid != pid:
+                    part.done = at
                     self._here().report_if_due()
+                    if part.is_wanted:
+                        holdings.share(part, at)
+                        return  # What is left of it comes again.
                 if holdings.term != term:
                     return
 
@@ -195,6 +215,8 @@ class DataShards:
             part.done, part.given = part.given, min(end, part.end)
             yield end, line
             self._here().report_if_due()
+            if part.is_wanted:
+                self.holdings.share(part, part.given)
 
     def consumed(self, part: Part, upto: int) -> None:
         """Everything of this part before `upto` is consumed."""
@@ -259,7 +281,7 @@ class DataShards:
 
     def close(self) -> None:
         """Give back what is not read. Not needed when an epoch was read to its end."""
-        if self._pid == getpid():
+        if self._pid == _Process.pid:
             self.holdings.close()
 
     def __enter__(self) -> "DataShards":
@@ -280,10 +302,10 @@ class DataShards:
 
     def _here(self) -> Holdings:
         """What this process holds."""
-        if self._pid != getpid():
+        if self._pid != _Process.pid:
             raise UsageError(
                 f"{self.dataset.name!r} belongs to process {self._pid}, not to its child "
-                f"{getpid()}: what a child reads would be missing in the parent's checkpoints. "
+                f"{_Process.pid}: what a child reads would be missing in the parent's checkpoints. "
                 "Make a DataShards in the child, or use holdfast.torch.data.ShardedLoader"
             )
         return self.holdings

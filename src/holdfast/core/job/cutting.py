@@ -25,6 +25,8 @@ class Cutter:
             -1 if extent.size < 0 else _shards(extent.size, dataset.shard_size)
             for extent in extents
         ] or [_shards(dataset.size, dataset.shard_size)]
+        #: Of a stream that grows: how far each partition is known to be written.
+        self.ends = [extent.begin for extent in extents] if dataset.grows else []
         self._total = -1 if -1 in self._counts else sum(self._counts)
         #: The number of each file's first shard.
         self._starts = [0, *accumulate(self._counts)][:-1]
@@ -44,7 +46,7 @@ class Cutter:
         self.epoch = epoch
         partitions = len(self._counts) if self._dataset.kind == STREAM else 1
         self.cut = list(cut) or [0] * partitions
-        self._turns = [(done, i) for i, done in enumerate(self.cut) if not self._is_at_end(i)]
+        self._turns = [(done, i) for i, done in enumerate(self.cut) if self._has_next(i)]
         heapify(self._turns)
         self._order = None
         if self._dataset.shuffle == BY_SHARD:
@@ -85,7 +87,7 @@ class Cutter:
     def is_at_end(self) -> bool:
         """True when every shard of the epoch is cut."""
         if self._dataset.kind == STREAM:
-            return not self._next_turns(1)
+            return not self._next_turns(1) and not self._can_grow
         return self.total >= 0 and self.cut[0] >= self.total
 
     def is_cut_by(self, cut: Sequence[int]) -> bool:
@@ -135,6 +137,28 @@ class Cutter:
     def _is_at_end(self, partition: int) -> bool:
         return 0 <= self._counts[partition] <= self.cut[partition]
 
+    def _has_next(self, partition: int) -> bool:
+        """Whether the next shard of a partition can be dealt."""
+        if self._is_at_end(partition):
+            return False
+        return not self.ends or self.cut[partition] < self._written(partition, self.ends[partition])
+
+    def _written(self, partition: int, end: int) -> int:
+        """How many shards are whole when a partition is written up to here."""
+        extent, step = self._dataset.extents[partition], self._dataset.shard_size
+        if 0 <= extent.size <= end - extent.begin:
+            return self._counts[partition]
+        return (end - extent.begin) // step
+
+    @property
+    def _can_grow(self) -> bool:
+        return bool(self.ends) and not all(map(self._is_at_end, range(len(self.ends))))
+
+    def has_more_with(self, ends: Sequence[int]) -> bool:
+        """Whether there are more shards when the partitions are written up to here."""
+        pairs = enumerate(zip(self.ends, ends, strict=True))
+        return any(self._written(i, new) > self._written(i, known) for i, (known, new) in pairs)
+
     def _next_turns(self, want: int) -> list[tuple[int, int]]:
         """Whose turn is next: at most one shard of each partition."""
         found: list[tuple[int, int]] = []
@@ -162,8 +186,16 @@ class Cutter:
             self.cut[0] += 1
             return
         self.cut[piece.extent] += 1
-        if not self._is_at_end(piece.extent):
+        if self._has_next(piece.extent):
             heappush(self._turns, (self.cut[piece.extent], piece.extent))
+
+    def grow(self, ends: Sequence[int]) -> None:
+        """The partitions are written up to here, at least."""
+        for i, end in enumerate(ends):
+            had_next = self._has_next(i)
+            self.ends[i] = max(self.ends[i], end)
+            if self._has_next(i) and not had_next:
+                heappush(self._turns, (self.cut[i], i))
 
     def name(self, first: int, shards: Sequence[tuple[str, int]], *, is_last: bool) -> None:
         """The user names shards; those that are known already change nothing."""

@@ -83,6 +83,8 @@ class DatasetState:
     @property
     def first_left(self) -> int:
         """The lowest epoch that is not over."""
+        if self.live:
+            return self.live_epoch
         return self.epoch + self.is_drained
 
     def is_over(self, epoch: int) -> bool:
@@ -107,10 +109,9 @@ class DatasetState:
         """A new lease, the `ahead`-th after those that were given out."""
         return Lease(self.next_lease + ahead, piece, self.cutter.key(piece))
 
-    def not_begun(self, node_id: int) -> tuple[int, ...]:
-        """Leases of which the node has reported nothing: it may not need them yet."""
-        live = self.live.get(node_id, {})
-        return tuple(lease.number for lease in live.values() if not lease.is_begun)
+    def held_by(self, node_id: int) -> tuple[int, ...]:
+        """The live leases of a node."""
+        return tuple(self.live.get(node_id, ()))
 
     def too_early(self, scope: int) -> str:
         """Why a round cannot read yet: what its models have seen is known when they are restored.
@@ -134,6 +135,8 @@ class DatasetState:
             begin, end = lease.piece.begin, lease.piece.end
             if not begin <= said.upto <= end:
                 return f"lease {said.lease} is {begin} to {end}, and not read up to {said.upto}"
+            if -1 < said.end < said.upto:
+                return f"lease {said.lease} is read up to {said.upto}, it cannot end at {said.end}"
         return ""
 
     def is_news(self, said: Consumed) -> bool:
@@ -141,7 +144,8 @@ class DatasetState:
         lease = self.leases.get(said.lease)
         if lease is None or not lease.is_live:
             return False
-        return bool(said.upto > lease.reported or said.problem or said.returned)
+        is_cut = -1 < said.end < lease.piece.end
+        return bool(said.upto > lease.reported or said.problem or said.returned or is_cut)
 
     # ---- changes --------------------------------------------------------------------------------
 
@@ -182,6 +186,8 @@ class DatasetState:
             self._give_back(lease, said.problem)
         elif lease.is_live and said.returned:
             self._give_back(lease)
+        elif lease.is_live and -1 < said.end < lease.piece.end:
+            self._cut(lease, said.end)
 
     def _advance(self, lease: LeaseState, upto: int) -> None:
         if upto > lease.reported:
@@ -204,6 +210,17 @@ class DatasetState:
         insort(self.open, rest, key=lowest_last)
         if failures:
             self.failures[rest] = failures
+
+    def _cut(self, lease: LeaseState, end: int) -> None:
+        """The lease ends earlier than its piece did, as its worker has promised; the tail is open.
+
+        What failed before is at the beginning of the piece, so its failures are not the tail's.
+        """
+        piece = lease.piece
+        lease.piece = Piece(piece.epoch, piece.extent, piece.begin, end)
+        insort(self.open, Piece(piece.epoch, piece.extent, end, piece.end), key=lowest_last)
+        if lease.reported >= end:
+            self._end(lease)
 
     def _end(self, lease: LeaseState) -> None:
         lease.is_live = False

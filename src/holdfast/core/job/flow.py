@@ -136,4 +136,4 @@ def _own_records(job: JobCore) -> None:
     core.own(job.checkpoints, rec.CheckpointCommitted, rec.LineageSet, rec.VersionPositioned)
     core.own(job.shards, rec.DatasetRegistered, rec.ShardsListed, rec.ShardsLeased)
     core.own(job.shards, rec.ShardsReported, rec.LeasesReturned, rec.MarksFolded)
-    core.own(job.shards, rec.PositionsAdopted, rec.DatasetKept, rec.AnswerKept)
+    core.own(job.shards, rec.PositionsAdopted, rec.DatasetKept, rec.AnswerKept, rec.StreamGrown)

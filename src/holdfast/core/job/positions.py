@@ -123,12 +123,14 @@ def keep(state: DatasetState) -> rec.DatasetKept:
         tuple(state.aside.values()),
         state.problem,
         state.round,
+        tuple(state.cutter.ends),
     )
 
 
 def restored(kept: rec.DatasetKept) -> DatasetState:
     """A dataset from a snapshot."""
     state = DatasetState(kept.dataset)
+    state.cutter.grow(kept.ends)
     adopt(state, kept.position, kept.round)
     state.term, state.next_lease, state.problem = kept.term, kept.next_lease, kept.problem
     state.failures = dict(kept.failures)

@@ -239,7 +239,10 @@ class ShardsReported(Record, frozen=True):
 
 
 class ShardsLeased(Record, frozen=True):
-    """A worker was given pieces; its session's answer is kept, so that a repeat gets the same."""
+    """A worker was given pieces; its session's answer is kept, so that a repeat gets the same.
+
+    One request mostly reports and takes: what was reported before it took is in here too.
+    """
 
     name: str
     node_id: int
@@ -249,6 +252,8 @@ class ShardsLeased(Record, frozen=True):
     """How many of them, from the first on, had been cut before and came back."""
     session: str = ""
     seq: int = 0
+    consumed: tuple[Consumed, ...] = ()
+    """As in ShardsReported, and true before the pieces were given."""
 
 
 class LeasesReturned(Record, frozen=True):
@@ -268,6 +273,13 @@ class ShardsListed(Record, frozen=True):
     first: int
     shards: tuple[tuple[str, int], ...]
     is_last: bool = False
+
+
+class StreamGrown(Record, frozen=True):
+    """The partitions of a stream are written up to these offsets, at least."""
+
+    name: str
+    ends: tuple[int, ...]
 
 
 class MarksFolded(Record, frozen=True):
@@ -315,6 +327,8 @@ class DatasetKept(Record, frozen=True):
     """Why each piece that is set aside was."""
     problem: str = ""
     round: int = -1
+    ends: tuple[int, ...] = ()
+    """How far the partitions of a stream that grows are written."""
 
 
 class AnswerKept(Record, frozen=True):
@@ -359,6 +373,7 @@ AnyRecord = (
     | ShardsLeased
     | LeasesReturned
     | ShardsListed
+    | StreamGrown
     | MarksFolded
     | PositionsAdopted
     | DatasetKept

@@ -9,7 +9,9 @@ import zlib
 
 import msgspec
 
+from holdfast.core.job import records as rec
 from holdfast.core.job.cutting import Cutter
+from holdfast.core.kernel import Record
 from holdfast.model.dataset import (
     BY_SAMPLE,
     BY_SHARD,
@@ -24,7 +26,7 @@ from holdfast.model.dataset import (
     Dataset,
     Extent,
 )
-from holdfast.protocol.data import ShardsAdd
+from holdfast.protocol.data import ShardsAdd, ShardsGrown
 
 NAME_MAX = 200
 EXTENTS_MAX = 10_000
@@ -60,6 +62,8 @@ def _wrong_choice(dataset: Dataset) -> str:
     if dataset.shuffle not in allowed:
         known = " or ".join(repr(shuffle) for shuffle in allowed)
         return f"of kind {dataset.kind} cannot be shuffled by {dataset.shuffle!r}, only {known}"
+    if dataset.grows and dataset.kind != STREAM:
+        return f"of kind {dataset.kind} cannot grow, only a stream can"
     if dataset.task not in (TRAIN, EVALUATE, PREDICT):
         return f"is for {dataset.task!r}; known are {TRAIN}, {EVALUATE} and {PREDICT}"
     return ""
@@ -127,7 +131,22 @@ def _extent(extent: Extent) -> str:
     return f"{extent.name} ({extent.size} from {extent.begin} on)"
 
 
-def wrong_names(dataset: Dataset, cutter: Cutter, body: ShardsAdd) -> str:
+def addition(
+    dataset: Dataset, cutter: Cutter, body: ShardsAdd | ShardsGrown
+) -> tuple[Record | None, str]:
+    """What comes to a dataset by this, if anything, or why it cannot be, in one sentence."""
+    if isinstance(body, ShardsGrown):
+        problem = _wrong_ends(dataset, body)
+        is_news = not problem and cutter.has_more_with(body.ends)
+        return (rec.StreamGrown(body.name, body.ends) if is_news else None), problem
+    problem = _wrong_names(dataset, cutter, body)
+    new = body.shards[cutter.named - body.first :]
+    is_news = not problem and (bool(new) or body.is_last > cutter.is_listed)
+    listed = rec.ShardsListed(body.name, cutter.named, new, body.is_last)
+    return (listed if is_news else None), problem
+
+
+def _wrong_names(dataset: Dataset, cutter: Cutter, body: ShardsAdd) -> str:
     """Why shards cannot be named like this, in one sentence; empty if they can."""
     name, named = dataset.name, cutter.named
     if dataset.kind != LISTED:
@@ -146,6 +165,19 @@ def wrong_names(dataset: Dataset, cutter: Cutter, body: ShardsAdd) -> str:
         return f"dataset {name!r} would have {total} listed shards, at most {LISTED_MAX} can be"
     if body.is_last and total == 0 and dataset.epochs == 0:
         return f"dataset {name!r} is empty and has no end of epochs"
+    return ""
+
+
+def _wrong_ends(dataset: Dataset, body: ShardsGrown) -> str:
+    """Why a stream cannot have grown like this, in one sentence; empty if it can."""
+    if not dataset.grows:
+        return f"dataset {dataset.name!r} is not a stream that grows"
+    if len(body.ends) != len(dataset.extents):
+        partitions = len(dataset.extents)
+        return f"dataset {dataset.name!r} has {partitions} partitions, not {len(body.ends)}"
+    for extent, end in zip(dataset.extents, body.ends, strict=True):
+        if not 0 <= end < NUMBER_MAX:
+            return f"partition {extent.name!r} of dataset {dataset.name!r} cannot end at {end}"
     return ""
 
 

@@ -2,8 +2,10 @@
 """The durable part of the ledger of shards, and how records change it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
@@ -12,10 +14,10 @@ from holdfast.core.job.positions import adopt, keep, restored
 from holdfast.core.kernel import Outcome, Record
 from holdfast.model.checkpoint import NONE, Version
 from holdfast.model.dataset import Lease, Position
+from holdfast.protocol.data import Consumed
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerState:
+class AnswerState(Struct, frozen=True):
     """The last leases that a session was given: a repeated request gets them again."""
 
     seq: int
@@ -55,19 +57,27 @@ class ShardState:
             if dataset.first_left > left:
                 out.facts.append(ev.EpochOver(what.name, left, what.epochs))
 
+    def lease(self, out: Outcome, record: rec.ShardsLeased) -> None:
+        """Commit a lease; a report right before it and the lease become one record."""
+        before = out.records[-1] if out.records else None
+        self.commit(out, record)
+        if isinstance(before, rec.ShardsReported) and before.name == record.name:
+            out.records[-2:] = [replace(record, consumed=before.consumed)]
+
     def apply(self, record: Record) -> None:
         match record:
             case rec.ShardsReported():
-                dataset = self.datasets[record.name]
-                for said in record.consumed:
-                    dataset.report(said)
+                self._report(record.name, record.consumed)
             case rec.ShardsLeased():
+                self._report(record.name, record.consumed)
                 self._lease(record)
             case rec.DatasetRegistered():
                 self._register(record)
             case rec.ShardsListed():
                 cutter = self.datasets[record.name].cutter
                 cutter.name(record.first, record.shards, is_last=record.is_last)
+            case rec.StreamGrown():
+                self.datasets[record.name].cutter.grow(record.ends)
             case rec.MarksFolded():
                 self._marked[record.directory] = record.version
                 for name, lease, upto in record.marks:
@@ -90,6 +100,11 @@ class ShardState:
         if series := dataset.dataset.series:
             self.followers.setdefault(series, []).append(dataset)
         return dataset
+
+    def _report(self, name: str, consumed: tuple[Consumed, ...]) -> None:
+        dataset = self.datasets[name]
+        for said in consumed:
+            dataset.report(said)
 
     def _lease(self, record: rec.ShardsLeased) -> None:
         dataset = self.datasets[record.name]

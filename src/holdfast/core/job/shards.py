@@ -19,7 +19,7 @@ from holdfast.core.job.commands import Reply
 from holdfast.core.job.dataset_state import DatasetState
 from holdfast.core.job.following import Following
 from holdfast.core.job.positions import position, summary
-from holdfast.core.job.registration import difference, mistake, wrong_names
+from holdfast.core.job.registration import addition, difference, mistake
 from holdfast.core.job.shard_state import ShardState
 from holdfast.core.job.shard_view import Rate, describe
 from holdfast.core.job.takers import Takers
@@ -99,7 +99,7 @@ class Shards:
             return m.Refused("usage", f"no dataset {body.name!r} is registered: open it first")
         if dataset.problem:
             return m.Refused("usage", dataset.problem)
-        if isinstance(body, d.ShardsAdd):
+        if isinstance(body, d.ShardsAdd | d.ShardsGrown):
             return self._add(out, dataset, body)
         return self._take(out, dataset, event, body, now)
 
@@ -120,13 +120,13 @@ class Shards:
             return m.Refused("usage", dataset.problem)
         return d.DatasetOpened(summary(dataset), dataset.term)
 
-    def _add(self, out: Outcome, dataset: DatasetState, body: d.ShardsAdd) -> m.Answer:
-        cutter = dataset.cutter
-        if problem := wrong_names(dataset.dataset, cutter, body):
+    def _add(
+        self, out: Outcome, dataset: DatasetState, body: d.ShardsAdd | d.ShardsGrown
+    ) -> m.Answer:
+        record, problem = addition(dataset.dataset, dataset.cutter, body)
+        if problem:
             return m.Refused("usage", problem)
-        new = body.shards[cutter.named - body.first :]
-        if new or body.is_last > cutter.is_listed:
-            record = rec.ShardsListed(body.name, cutter.named, new, body.is_last)
+        if record is not None:
             self._state.commit(out, record, (dataset,))
             self._serve(out, dataset)
         return m.Done()
@@ -154,12 +154,9 @@ class Shards:
         self._report(out, dataset, body.consumed, now)
         if body.want < 1 or dataset.is_over(body.epoch):
             return self._nothing(event)
-        if self._grant(out, dataset, event, body):
+        if self._grant(out, dataset, event, body) or self._takers.hold(event, body, now):
             return None
-        if body.timeout_s <= 0:
-            return self._nothing(event)
-        self._takers.hold(event, body, now)
-        return None
+        return self._nothing(event)
 
     def _echo(self, event: ev.DataRequested) -> m.Answer | None:
         """The answer to a request that was answered before; None for a new one."""
@@ -181,7 +178,9 @@ class Shards:
         before = dataset.reported
         record = rec.ShardsReported(dataset.dataset.name, news)
         self._state.commit(out, record, (dataset,))
-        rate = self._rates.setdefault(dataset.dataset.name, Rate(now))
+        rate = self._rates.get(dataset.dataset.name)
+        if rate is None:
+            rate = self._rates[dataset.dataset.name] = Rate(now)
         rate.add(dataset.reported - before, now)
         self._serve(out, dataset)
 
@@ -196,7 +195,8 @@ class Shards:
         record = rec.ShardsLeased(
             body.name, event.node_id, body.scope, leases, from_open, event.session, event.seq
         )
-        self._state.commit(out, record)
+        self._state.lease(out, record)
+        self._takers.served(body.name)
         _reply(out, event, d.ShardsTaken(leases))
         return True
 
@@ -219,8 +219,8 @@ class Shards:
             self._seen[event.session] = event.seq
         dataset = self._state.datasets[body.name]
         wanted: tuple[int, ...] = ()
-        if self._takers.first(body.name, dataset.epoch) is not None:
-            wanted = dataset.not_begun(event.node_id)
+        if self._takers.have_nothing(body.name, dataset.epoch):
+            wanted = dataset.held_by(event.node_id)
         return d.ShardsTaken((), dataset.is_over(body.epoch), wanted)
 
     # ---- nodes and rounds come and go -----------------------------------------------------------

@@ -28,8 +28,15 @@ class Takers:
         self._by_session: dict[str, int] = {}
         self._by_node: dict[int, dict[int, None]] = {}
         self._timeouts: list[tuple[float, int]] = []
+        #: Of which epoch of a dataset an idle worker wanted a piece, in vain, and could not wait.
+        self._in_vain: dict[str, int] = {}
 
-    def hold(self, request: ev.DataRequested, body: ShardsTake, now: float) -> None:
+    def hold(self, request: ev.DataRequested, body: ShardsTake, now: float) -> bool:
+        """Let a request wait; False if its asker does not want to."""
+        if body.timeout_s <= 0:
+            if body.is_idle:
+                self._in_vain[body.name] = body.epoch
+            return False
         number = self._next
         self._next += 1
         self._held[number] = Taker(request, body)
@@ -40,6 +47,15 @@ class Takers:
             self._by_session[request.session] = number
         # In this order, a time-out that is not a number counts as 0.
         heappush(self._timeouts, (now + min(max(0.0, body.timeout_s), WAIT_MAX_S), number))
+        return True
+
+    def served(self, name: str) -> None:
+        """Somebody got a piece: who asked in vain may get the next."""
+        self._in_vain.pop(name, None)
+
+    def have_nothing(self, name: str, epoch: int) -> bool:
+        """Whether somebody waits for a piece of this epoch, or asked for one in vain."""
+        return self._in_vain.get(name) == epoch or self.first(name, epoch) is not None
 
     def epochs(self, name: str) -> list[int]:
         """Of which epochs somebody wants a piece, the lowest first."""
