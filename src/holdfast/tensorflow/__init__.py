@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holdfast for TensorFlow: data (holdfast.tensorflow.data). TensorFlow is imported here only."""
