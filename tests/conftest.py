@@ -20,7 +20,7 @@ import pytest
 RUN_VARIABLE = "HOLDFAST_TEST_RUN"
 # Only the test of this check moves it, so as not to disturb the runs beside it.
 SHARED_MEMORY = Path(os.environ.get("HOLDFAST_TEST_SHM", "/dev/shm"))
-DYING_S = 3.0
+DYING_S = 10.0
 """What was told to stop may take this long to be gone."""
 
 LONGEST_FIRST = (

@@ -246,8 +246,9 @@ def test_a_wait_that_is_asked_again_keeps_its_limit(cutting: Cutting) -> None:
     begun = time.monotonic()
     # The cut comes with the answer, so when the time is over: nothing of it is left then.
     with pytest.raises(TimedOutError):
-        get(client, "missing", timeout_s=1.0)
-    assert 1.0 <= time.monotonic() - begun < 1.9
+        get(client, "missing", timeout_s=3.0)
+    # Less than twice the limit, with all the rest of it for a busy machine.
+    assert 3.0 <= time.monotonic() - begun < 5.9
 
 
 # ---- threads and forks --------------------------------------------------------------------------

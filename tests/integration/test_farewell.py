@@ -15,9 +15,10 @@ from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import connect
 from tests.integration.live_master import RULES, HollowAgent
 
-SILENCE_S, STALL_S = 0.6, 1.2
-TURN_S = 0.2
-WAIT_S = 20.0
+SILENCE_S, STALL_S = 2.0, 4.0
+TURN_S = 0.5
+"""A busy machine may hold up a turn for longer than itself, but not for so long as SILENCE_S."""
+WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def test_it_waits_as_long_as_something_reaches_storage_and_no_longer(tmp_path: P
     async def scene() -> None:
         ending = Ending(tmp_path)
         await ending.begin()
-        turns = int(2 * STALL_S / TURN_S)
+        turns = int(1.5 * STALL_S / TURN_S)
         assert [await ending.turn(1000 * turn) for turn in range(turns)] == [True] * turns
         # From here on it only beats.
         left = 0

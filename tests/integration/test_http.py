@@ -17,7 +17,7 @@ from holdfast.model.errors import StateError, UsageError
 from tests.integration.live_master import Home, Master, recovered_once, running_master
 
 TOKEN = b"0123456789abcdef"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")

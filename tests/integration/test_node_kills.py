@@ -13,7 +13,7 @@ from tests.waiting import until
 
 STEPS = str(SCRIPTS / "steps.py")
 ELASTIC = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1")
-SHORT_PATIENCE = ("--beat", "0.5", "--silence", "2", "--lease", "4")
+SHORT_PATIENCE = ("--beat", "0.5", "--silence", "5", "--lease", "8")
 
 
 def expect_ranks(world: list[Event], size: int) -> None:
@@ -225,7 +225,7 @@ def test_a_node_that_is_told_to_go_leaves_at_once(jobs: Jobs, number: signal.Sig
     leaves.send(number)
     assert leaves.wait() == 128 + number
     jobs.wait_world(1, after=both)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 45
     jobs.finish()
     stays.succeeds()
     master.succeeds()

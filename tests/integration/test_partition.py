@@ -19,7 +19,7 @@ import pytest
 from tests.integration.control import observe
 from tests.integration.jobs import SCRIPTS, Command, Jobs, MasterCommand
 
-QUICK = ("--http", "off", "--insecure", "--beat", "0.5", "--silence", "2", "--lease", "4")
+QUICK = ("--http", "off", "--insecure", "--beat", "0.5", "--silence", "4", "--lease", "6")
 PATIENT = ("--http", "off", "--insecure", "--beat", "0.5", "--silence", "20", "--lease", "30")
 STEPS = str(SCRIPTS / "steps.py")
 

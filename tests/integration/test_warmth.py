@@ -103,7 +103,7 @@ def test_a_dead_store_server_is_not_used(jobs: Jobs) -> None:
 @pytest.fixture
 def unread(jobs: Jobs) -> Iterator[subprocess.Popen[bytes]]:
     """A job that prints 20 MB to a console that nobody reads, with little patience for silence."""
-    master = jobs.master("--beat", "0.5", "--silence", "2", "--lease", "4")
+    master = jobs.master("--beat", "0.5", "--silence", "5", "--lease", "10")
     where = ("--master", master.address, "--token-file", str(master.token_file))
     with subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli", "run", *where, TALK],
@@ -122,7 +122,7 @@ def test_a_console_that_nobody_reads_does_not_cost_the_node(
     master = jobs.commands[0]
     master.wait_line("all workers run")
     with pytest.raises(AssertionError, match="no line"):
-        master.wait_line("is lost", timeout_s=6.0)
+        master.wait_line("is lost", timeout_s=8.0)
     assert unread.stdout is not None
     shown = unread.stdout.read().splitlines()
     assert unread.wait(60) == 0
