@@ -65,7 +65,7 @@ def _find(words: list[str]) -> Callable[[], int]:
         from holdfast.cli import node
 
         return functools.partial(node.main, words[1:])
-    from holdfast.cli import ckpt, data, demo, master, status
+    from holdfast.cli import ckpt, data, demo, master, sim, status
 
     parser = _Parser(
         prog="holdfast",
@@ -76,7 +76,7 @@ def _find(words: list[str]) -> Callable[[], int]:
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("run", help="train: torchrun's flags, and a job that survives failures")
-    for command in (master, status, ckpt, data, demo):
+    for command in (master, status, ckpt, data, demo, sim):
         command.add_parser(commands)
     arguments = parser.parse_args(words)
     return functools.partial(arguments.run, arguments)

@@ -22,7 +22,7 @@ class Crew:
         self.index: dict[NodeId, int] = {}
         #: The first worker rank of each.
         self._first_rank: dict[NodeId, int] = {}
-        self.ring = Ring(())
+        self._ring: Ring | None = None
         #: Drawn by the driver at every start of a master: names given out are never given again.
         self.nonce = ""
         self._given = 0
@@ -31,12 +31,19 @@ class Crew:
     def round(self) -> Round:
         return Round(0) if self.world is None else self.world.round
 
+    @property
+    def ring(self) -> Ring:
+        """Who keeps whose copies: made when it is asked for, which in many worlds nobody does."""
+        if self._ring is None:
+            self._ring = Ring(() if self.world is None else self.world.members)
+        return self._ring
+
     def found(self, world: World) -> None:
         """A restarted master knows this world, but not yet who of it is still there."""
         self.world = world
         self.index = {member.node_id: i for i, member in enumerate(world.members)}
         self._first_rank = world.rank_offsets()
-        self.ring = Ring(world.members)
+        self._ring = None
         self._known.update((member.node_id, member) for member in world.members)
 
     def formed(self, world: World) -> None:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk of the master: its journal as bytes, of which a crash keeps what was synced.
+
+Each batch of entries is one record with its length and checksum, as a write-ahead log has it: a
+batch that was torn by a crash is not there at all. A batch that was whole on the disk when the
+master died is there, although nobody was ever told.
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+
+from holdfast.ports.journal import Entry
+
+_HEAD = struct.Struct("<II")
+_entries = msgspec.msgpack.Decoder(list[tuple[float, float, bytes]])
+
+
+class Disk:
+    """What is written, what of it is safe, and how fast it is."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._synced = b""
+        self._written = b""
+        self.slow_until = self.full_until = 0.0
+
+    def load(self) -> list[Entry]:
+        """What a new master finds: whole batches, in order."""
+        entries: list[Entry] = []
+        position = 0
+        while position + _HEAD.size <= len(self._synced):
+            length, checksum = _HEAD.unpack_from(self._synced, position)
+            payload = self._synced[position + _HEAD.size : position + _HEAD.size + length]
+            if len(payload) < length or zlib.crc32(payload) != checksum:
+                break
+            position += _HEAD.size + length
+            entries += [Entry(*entry) for entry in _entries.decode(payload)]
+        self._synced = self._written = self._synced[:position]
+        return entries
+
+    def write(self, entries: Sequence[Entry], now: float) -> float | None:
+        """Begin to write a batch; how long the sync takes, None if the disk is full."""
+        if now < self.full_until:
+            return None
+        self._written = self._synced + _batch(entries)
+        return self._rng.uniform(0.5, 2.0) if now < self.slow_until else self._rng.expovariate(500)
+
+    def compact(self, snapshot: Sequence[Entry]) -> None:
+        """Replace everything, in one transaction."""
+        self._synced = self._written = _batch(snapshot)
+
+    def sync(self) -> None:
+        """What was written is safe."""
+        self._synced = self._written
+
+    def crash(self) -> None:
+        """Of what was not synced any beginning may be there; often all of it, or nothing."""
+        unsafe = len(self._written) - len(self._synced)
+        kept = self._rng.choice((0, unsafe, self._rng.randint(0, unsafe)))
+        self._synced = self._written[: len(self._synced) + kept]
+
+
+def _batch(entries: Sequence[Entry]) -> bytes:
+    rows = [(entry.at_s, entry.wall_s, entry.payload) for entry in entries]
+    payload = msgspec.msgpack.encode(rows)
+    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The master: the real core and the real records, under a thin model of its driver and its links.
+
+It does what runtime/loop.py and master/service.py do: commands leave when the records of their step
+and of all steps before are on the disk; whoever has no link any more is absent; at the end every
+agent is told. It can be killed at any time, and starts again from what the disk has.
+"""
+
+from collections.abc import Callable
+
+from holdfast.core.job import commands as cmd
+from holdfast.core.job import events as ev
+from holdfast.core.job.flow import JobCore, build
+from holdfast.core.job.records import decode_record, encode_record
+from holdfast.core.kernel import Command, Event, Record, Tick
+from holdfast.model.ids import NodeId
+from holdfast.ports.journal import Entry
+from holdfast.protocol import messages as m
+from holdfast.protocol.checkpoints import CheckpointCall
+from holdfast.protocol.data import DataCall, DataMarked
+from holdfast.sim.clock import Timer
+from holdfast.sim.disk import Disk
+from holdfast.sim.network import DOWN, Link
+from holdfast.sim.stage import Stage
+
+FAREWELL_S = 15.0
+"""As in master/service.py: how long a finished master waits for an agent that it does not hear."""
+
+
+class Master:
+    """One life of a master process, from its start to its death or the end of the job."""
+
+    def __init__(
+        self, stage: Stage, disk: Disk, number: int, *, ended: Callable[["Master", bool], None]
+    ) -> None:
+        """`ended` is told when it is through with the job, or (False) had to give up."""
+        self._stage = stage
+        self._clock = stage.clock
+        self._disk = disk
+        self._ended = ended
+        self.is_alive = True
+        self.core = _replayed(stage, disk)
+        self._entries: list[Entry] = []
+        self._records: list[Record] = []
+        self._facts: list[Event] = []
+        self._commands: list[Command] = []
+        self._is_writing = False
+        self._since_snapshot = 0
+        self._timer: Timer | None = None
+        self._links: dict[int, Link] = {}
+        self._node_of: dict[int, NodeId] = {}
+        self._link_of: dict[NodeId, Link] = {}
+        self._in_job: set[NodeId] = set()
+        self._is_finishing = False
+        self._heard_at = 0.0
+        self._number = number
+
+    def start(self) -> None:
+        self._stage.network.master = self
+        self.feed(ev.MasterStarted(nonce=f"m{self._number}"))
+        if self._stage.scenario.managed:
+            self._stage.platform.watch(self.feed)
+
+    def kill(self) -> None:
+        """The process dies: the kernel closes its links, the disk has what it has."""
+        if not (self._entries or self._is_writing or self._commands):
+            self._stage.checkers.replay_is_exact(self.core, _replayed(self._stage, self._disk))
+        self._die()
+        self._disk.crash()
+
+    def _die(self) -> None:
+        self.is_alive = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._stage.network.master = None
+        for link in self._links.values():
+            link.close(DOWN)
+
+    # ---- the driver -----------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        """Let the core handle an event; its commands follow when its records are durable."""
+        if not self.is_alive:
+            return
+        now = self._clock.now
+        outcome = self.core.core.handle(event, now)
+        for fact in (event, *outcome.facts):
+            self._count(fact)
+        self._entries += [Entry(now, now, encode_record(record)) for record in outcome.records]
+        self._records += outcome.records
+        self._facts += outcome.facts
+        self._commands += outcome.commands
+        if not self._is_writing:
+            self._write()
+        self._arm()
+
+    def _write(self) -> None:
+        if not self._entries:
+            self._leave()
+            return
+        seconds = self._disk.write(self._entries, self._clock.now)
+        if seconds is None:
+            self._stage.history.note("the disk is full: the master stops")
+            self._die()
+            self._ended(self, False)
+            return
+        self._is_writing = True
+        self._since_snapshot += len(self._entries)
+        batch = (self._records, self._facts, self._commands)
+        self._entries, self._records, self._facts, self._commands = [], [], [], []
+        self._clock.after(seconds, lambda: self._written(*batch))
+
+    def _written(self, records: list[Record], facts: list[Event], commands: list[Command]) -> None:
+        if not self.is_alive:
+            return
+        self._disk.sync()
+        self._is_writing = False
+        self._let_leave(records, facts, commands)
+        if self._since_snapshot >= self._stage.scenario.compact_after and not self._entries:
+            now = self._clock.now
+            snapshot = [Entry(now, now, encode_record(r)) for r in self.core.core.snapshot()]
+            self._disk.compact(snapshot)
+            self._since_snapshot = 0
+        if self._entries or self._commands:
+            self._write()
+
+    def _leave(self) -> None:
+        """Nothing is to be written: what was decided leaves at once."""
+        (facts, self._facts), (commands, self._commands) = (self._facts, []), (self._commands, [])
+        self._let_leave([], facts, commands)
+
+    def _let_leave(
+        self, records: list[Record], facts: list[Event], commands: list[Command]
+    ) -> None:
+        self._stage.checkers.durable(records, facts)
+        for command in commands:
+            self._execute(command)
+
+    def _arm(self) -> None:
+        at = self.core.core.deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if at is None else self._clock.at(at, lambda: self.feed(Tick()))
+
+    # ---- frames in ------------------------------------------------------------------------------
+
+    def opened(self, link: Link) -> None:
+        self._links[link.number] = link
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        if not self.is_alive:
+            return
+        body, number = frame.body, link.number
+        node_id = self._node_of.get(number)
+        if self._is_finishing and node_id is not None:
+            self._heard_at = self._clock.now
+        if isinstance(body, m.Attach):
+            self.feed(ev.AttachRequested(number, frame.call, body))
+        elif isinstance(body, m.Dropped):
+            self.feed(ev.RequestDropped(body.session, body.seq))
+        elif node_id is not None:
+            self._from_agent(link, frame, node_id)
+        elif not isinstance(body, m.Beat):
+            link.send(DOWN, m.Refused("rejected", "it came before the attach"), frame.call)
+
+    def _from_agent(self, link: Link, frame: m.Frame, node_id: NodeId) -> None:
+        body, call, number = frame.body, frame.call, link.number
+        match body:
+            case m.Beat():
+                self.feed(ev.BeatReceived(node_id, body))
+                link.send(DOWN, m.Done(), call)
+            case m.WorkersStarted():
+                self.feed(ev.StartReported(node_id, number, call, body))
+            case m.WorkersFailed():
+                self.feed(ev.FailureReported(node_id, number, call, body))
+            case m.WorkersDone():
+                self.feed(ev.DoneReported(node_id, number, call, body))
+            case m.Leave():
+                self.feed(ev.LeaveRequested(node_id, number, call, body.reason))
+            case DataMarked():
+                self.feed(ev.DataMarks(node_id, number, call, body))
+            case _ if isinstance(body, DataCall):
+                asked = (node_id, number, call, frame.session, frame.seq, body)
+                self.feed(ev.DataRequested(*asked))
+            case _ if isinstance(body, CheckpointCall):
+                self.feed(ev.CheckpointRequested(node_id, number, call, body))
+            case _:
+                raise AssertionError(f"nobody sends {type(body).__name__} to the master")
+
+    def closed(self, link: Link) -> None:
+        self._links.pop(link.number, None)
+        node_id = self._node_of.pop(link.number, None)
+        if node_id is not None and self._link_of.get(node_id) is link:
+            del self._link_of[node_id]
+            if self._is_finishing:
+                self._out_of_job(node_id)
+            self.feed(ev.NodeAbsent(node_id))
+
+    # ---- commands out ---------------------------------------------------------------------------
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case cmd.Push():
+                link = self._link_of.get(command.node_id)
+                if link is not None:
+                    link.send(DOWN, command.body)
+            case cmd.Reply():
+                link = self._links.get(command.link)
+                if link is not None:
+                    link.send(DOWN, command.body, command.call)
+            case cmd.Bind():
+                self._bind(command)
+            case cmd.Drop():
+                link = self._link_of.pop(command.node_id, None)
+                if link is not None:
+                    self._hang_up(link)
+            case cmd.LaunchNode():
+                self._stage.platform.launch(command.node_id, command.node_rank)
+            case cmd.RemoveNode():
+                self._stage.platform.remove(command.node_id)
+            case cmd.FinishJob():
+                self._finish(command.end)
+            case _:
+                raise AssertionError(f"nobody executes {type(command).__name__}")
+
+    def _hang_up(self, link: Link) -> None:
+        self._node_of.pop(link.number, None)
+        self._links.pop(link.number, None)
+        link.close(DOWN)
+
+    def _bind(self, command: cmd.Bind) -> None:
+        older = self._link_of.pop(command.node_id, None)
+        if older is not None and older.number != command.link:
+            self._hang_up(older)
+        link = self._links.get(command.link)
+        if link is None:
+            self.feed(ev.NodeAbsent(command.node_id))
+            return
+        self._link_of[command.node_id] = link
+        self._node_of[link.number] = command.node_id
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _count(self, fact: Event) -> None:
+        match fact:
+            case ev.NodeReady():
+                self._in_job.add(fact.member.node_id)
+            case ev.NodeExpected():
+                self._in_job.add(fact.node_id)
+            case ev.NodeLost():
+                self._out_of_job(fact.node_id)
+
+    def _out_of_job(self, node_id: NodeId) -> None:
+        self._in_job.discard(node_id)
+        if self._is_finishing and not self._in_job:
+            self._clock.after(0.0, self._all_told)
+
+    def _finish(self, end: m.JobEnded) -> None:
+        self._is_finishing = True
+        self._heard_at = self._clock.now
+        self._stage.history.note(f"the job ends: ok={end.ok} {end.reason}")
+        for link in self._link_of.values():
+            link.send(DOWN, end)
+        if self._in_job:
+            self._clock.after(FAREWELL_S, self._farewell)
+        else:
+            self._clock.after(0.0, self._all_told)
+
+    def _farewell(self) -> None:
+        left_s = self._heard_at + FAREWELL_S - self._clock.now
+        if left_s > 0:
+            self._clock.after(left_s, self._farewell)
+        else:
+            self._all_told()
+
+    def _all_told(self) -> None:
+        if self.is_alive:
+            self._die()
+            self._ended(self, True)
+
+
+def _replayed(stage: Stage, disk: Disk) -> JobCore:
+    """A core as a restarted master has it: out of the bytes on the disk."""
+    core = build(stage.scenario.spec(), "job")
+    for entry in disk.load():
+        core.core.replay(decode_record(entry.payload))
+    return core

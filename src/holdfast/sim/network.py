@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network between agents and the master: streams as TCP gives them.
+
+Bytes arrive in order and once, late or never. A stream that breaks loses what is under way in both
+directions, and both ends learn of it. A partition holds bytes back, in one direction or in both,
+and nobody learns of anything; when it is over, what was held back arrives. The frames are real.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from holdfast.protocol import codec
+from holdfast.protocol import messages as m
+from holdfast.sim.clock import Clock, Promise
+
+CONNECT_S = 5.0
+"""As in agent/stream.py: how long a try to connect takes when nothing comes back."""
+
+UP, DOWN = "up", "down"
+"""To the master, and from it."""
+
+
+class End(Protocol):
+    """Who is at one end of a link."""
+
+    def received(self, link: "Link", frame: m.Frame) -> None: ...
+
+    def closed(self, link: "Link") -> None: ...
+
+
+class Server(End, Protocol):
+    """A master that listens."""
+
+    def opened(self, link: "Link") -> None: ...
+
+
+class _Pipe:
+    """One direction of a link."""
+
+    def __init__(self, network: "Network", place: str, way: str) -> None:
+        self._network = network
+        self._place = place
+        self._way = way
+        self._arrives_at = 0.0
+        self._held_back: list[Callable[[], None]] = []
+
+    def carry(self, arrive: Callable[[], None]) -> None:
+        """Let something arrive after everything before it."""
+        clock = self._network.clock
+        at = clock.now + self._network.delay(self._place)
+        self._arrives_at = max(self._arrives_at, at)
+        clock.at(self._arrives_at, lambda: self._arrive(arrive))
+
+    def _arrive(self, arrive: Callable[[], None]) -> None:
+        if self._held_back or self._network.is_blocked(self._place, self._way):
+            self._held_back.append(arrive)
+        else:
+            arrive()
+
+    def let_through(self) -> None:
+        held_back, self._held_back = self._held_back, []
+        for arrive in held_back:
+            self.carry(arrive)
+
+
+class Link:
+    """One connection between the agent at a place and the master."""
+
+    def __init__(self, network: "Network", number: int, place: str, agent: End, master: End):
+        self.number = number
+        self.place = place
+        self._network = network
+        self._ends = {UP: master, DOWN: agent}
+        self._pipes = {way: _Pipe(network, place, way) for way in (UP, DOWN)}
+        #: Directions whose receiving end still listens.
+        self._listening = {UP, DOWN}
+
+    def send(
+        self, way: str, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0
+    ) -> None:
+        payload = codec.encode(body, call, session, seq)[4:]
+        self._pipes[way].carry(lambda: self._received(way, payload))
+
+    def _received(self, way: str, payload: bytes) -> None:
+        if way in self._listening:
+            self._ends[way].received(self, codec.decode(payload))
+
+    def close(self, way: str) -> None:
+        """The sender of this direction closes, or dies: what it sent before still arrives."""
+        other = DOWN if way == UP else UP
+        self._listening.discard(other)
+        self._pipes[way].carry(lambda: self._lost(way))
+
+    def abort(self) -> None:
+        """The stream breaks: both ends learn of it, and what is under way is lost."""
+        for way in (UP, DOWN):
+            self._network.clock.after(0.001, partial(self._lost, way))
+
+    def _lost(self, way: str) -> None:
+        if way in self._listening:
+            self._listening.discard(way)
+            self._ends[way].closed(self)
+        if not self._listening:
+            self._network.forget(self)
+
+    def let_through(self) -> None:
+        for pipe in self._pipes.values():
+            pipe.let_through()
+
+
+class Network:
+    """All links, and what is wrong with them."""
+
+    def __init__(self, clock: Clock, rng: Random) -> None:
+        self.clock = clock
+        self._rng = rng
+        self._links: dict[int, Link] = {}
+        self._next_link = 0
+        self._blocked: dict[tuple[str, str], float] = {}
+        self._slow: dict[str, float] = {}
+        self.master: Server | None = None
+        """Who listens now."""
+
+    def connect(self, place: str, agent: End) -> Promise[Link | None]:
+        """A try to reach the master; None if nobody answers."""
+        promise: Promise[Link | None] = Promise(self.clock)
+        if self.is_blocked(place, UP) or self.is_blocked(place, DOWN):
+            self.clock.after(CONNECT_S, lambda: promise.keep(None))
+        else:
+            self.clock.after(2 * self.delay(place), lambda: self._open(place, agent, promise))
+        return promise
+
+    def _open(self, place: str, agent: End, promise: Promise[Link | None]) -> None:
+        if self.master is None:
+            promise.keep(None)
+            return
+        self._next_link += 1
+        link = Link(self, self._next_link, place, agent, self.master)
+        self._links[link.number] = link
+        self.master.opened(link)
+        promise.keep(link)
+
+    def forget(self, link: Link) -> None:
+        self._links.pop(link.number, None)
+
+    def delay(self, place: str) -> float:
+        """How long bytes take now."""
+        usual = self._rng.uniform(0.0005, 0.01)
+        return usual * 100 if self._slow.get(place, 0.0) > self.clock.now else usual
+
+    # ---- what goes wrong ------------------------------------------------------------------------
+
+    def break_streams(self, place: str) -> None:
+        for link in self._of(place):
+            link.abort()
+
+    def partition(self, place: str, ways: tuple[str, ...], seconds: float) -> None:
+        """Nothing gets through in these directions for a while."""
+        until = self.clock.now + seconds
+        for way in ways:
+            self._blocked[place, way] = max(until, self._blocked.get((place, way), 0.0))
+        self.clock.after(seconds, lambda: self._let_through(place))
+
+    def slow_down(self, place: str, seconds: float) -> None:
+        self._slow[place] = self.clock.now + seconds
+
+    def is_blocked(self, place: str, way: str) -> bool:
+        return self._blocked.get((place, way), 0.0) > self.clock.now
+
+    def _let_through(self, place: str) -> None:
+        for link in self._of(place):
+            link.let_through()
+
+    def _of(self, place: str) -> list[Link]:
+        return [link for link in self._links.values() if link.place == place]

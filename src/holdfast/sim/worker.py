@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training process, modelled: it loads, reads data, steps together with the others, saves, ends.
+
+What it has trained on is known exactly, so that the checkers can tell what is in which model.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast.core.node.events import WorkerContinued, WorkerStopped
+from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
+from holdfast.model.dataset import Lease
+from holdfast.model.errors import RejectedError
+from holdfast.protocol import checkpoints as c
+from holdfast.protocol import data as d
+from holdfast.protocol import messages as m
+from holdfast.sim.clock import Promise, Task, Timer
+from holdfast.sim.scenario import BATCH, DIRECTORY
+
+if TYPE_CHECKING:
+    from holdfast.sim.node import Agent
+
+WAIT_S = 0.5
+"""How long a rank waits for a piece before it steps without: the others wait for it."""
+
+Sample = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease in the hands of this worker."""
+
+    lease: Lease
+    upto: int
+
+
+class Worker:
+    """One rank of one round."""
+
+    def __init__(self, agent: "Agent", run: m.RunWorld, local_rank: int) -> None:
+        self._agent = agent
+        self._stage = agent.stage
+        self._clock = agent.stage.clock
+        self._run = run
+        self.local_rank = local_rank
+        self.rank = run.rank_offset + local_rank
+        self.round = run.round
+        self.step = 0
+        self.steps = 0
+        self._session = f"{agent.place}-{run.round}-{local_rank}-{self._clock.now}"
+        self._seq = 0
+        self._call = 0
+        self._term = -1
+        self._epoch = 0
+        self._has_read_all = False
+        self._held: list[Held] = []
+        self._news: dict[int, d.Consumed] = {}
+        self._marks: dict[int, d.Consumed] = {}
+        self.trained: list[Sample] = []
+        self._collective = agent.stage.collective(run.generation, run.world_size)
+        self._going = self._clock.promise()
+        self._going.keep(None)
+        self._is_alive = True
+        self._dying: Timer | None = None
+        self._task: Task = self._clock.spawn(self._main())
+
+    # ---- life and death -------------------------------------------------------------------------
+
+    def hold(self, *, is_held: bool) -> None:
+        """SIGSTOP, or SIGCONT."""
+        if not is_held:
+            self._going.keep(None)
+        elif self._going.is_kept:
+            self._going = self._clock.promise()
+
+    def stop(self, seconds: float) -> None:
+        """Somebody else stops it with a signal, and lets it go on later."""
+        self.hold(is_held=True)
+        self._agent.feed(WorkerStopped(self.local_rank, 19))
+        self._clock.after(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._is_alive and not self._agent.is_held:
+            self.hold(is_held=False)
+            self._agent.feed(WorkerContinued(self.local_rank))
+
+    def end(self, signal: int, after_s: float) -> None:
+        """It gets a signal, and is gone a little later."""
+        if signal == 9:
+            # It executes nothing more; that it has ended is seen later.
+            self._task.cancel()
+            self._collective.leave()
+        if signal == 9 or self._dying is None:
+            if self._dying is not None:
+                self._dying.cancel()
+            self._dying = self._clock.after(after_s, lambda: self._exit(None, signal))
+
+    def crash(self) -> None:
+        """The program fails."""
+        self._exit(1, None)
+
+    def cease(self) -> None:
+        """Its agent is gone, and it with it."""
+        self._is_alive = False
+        self._task.cancel()
+        self._collective.leave()
+        if self._dying is not None:
+            self._dying.cancel()
+
+    def _exit(self, code: int | None, signal: int | None) -> None:
+        if self._is_alive:
+            self.cease()
+            self._agent.stream.forget(self._call)
+            self._agent.worker_exited(self, code, signal)
+
+    # ---- the program ----------------------------------------------------------------------------
+
+    async def _main(self) -> None:
+        try:
+            await self._load()
+            if self._stage.scenario.samples:
+                await self._open_data()
+            await self._train()
+        except RejectedError as exc:
+            self._agent.note(f"worker {self.local_rank} fails: {exc}")
+            self._clock.after(0.0, self.crash)
+            return
+        self._clock.after(0.0, lambda: self._exit(0, None))
+
+    async def _train(self) -> None:
+        scenario = self._stage.scenario
+        while True:
+            await self._clock.pause(scenario.step_s * self._agent.rng.uniform(0.8, 1.2))
+            await self._going
+            if scenario.samples:
+                await self._read()
+                is_finished = self._has_read_all
+            else:
+                is_finished = self.step + 1 >= scenario.steps
+            is_finished = await self._collective.meet(self.rank, is_finished=is_finished)
+            await self._going
+            self.step += 1
+            self.steps += 1
+            self._stage.checkers.stepped(self._agent.place, self._run, self.rank, self.step)
+            if is_finished or self.step % scenario.save_every == 0:
+                persist = is_finished or self.step % scenario.persist_every == 0
+                await self._save(persist=persist)
+            if is_finished:
+                return
+
+    async def _load(self) -> None:
+        """Agree with all ranks on what to restore."""
+        prepared, problem, tried = NONE, "", NONE
+        while True:
+            ask = c.RestoreAsk(
+                DIRECTORY, self.round, self.local_rank, prepared, problem=problem, tried=tried
+            )
+            plan = await self._agent.vault.restore(ask)
+            await self._going
+            if isinstance(plan, RejectedError):
+                raise plan
+            if plan.go:
+                self._stage.checkers.restored(self._run, self.rank, prepared, plan)
+                self.step = max(0, plan.version.step)
+                return
+            prepared, problem, tried = plan.version, "", NONE
+            if plan.version != NONE and not await self._agent.vault.open(
+                plan.version, self._parts(plan.shape)
+            ):
+                prepared, problem, tried = NONE, "a part cannot be had", plan.version
+
+    def _parts(self, shape: Shape) -> list[str]:
+        """What this rank needs of a version; of another world size it takes several parts."""
+        if shape.shared:
+            return [SHARED, rank_part(self.rank)]
+        mine = range(self.rank, shape.world_size, self._run.world_size)
+        return [rank_part(rank) for rank in mine]
+
+    async def _save(self, *, persist: bool) -> None:
+        """Copy the state into memory; that takes a while, in which anything may happen."""
+        scenario, vault = self._stage.scenario, self._agent.vault
+        version = Version(vault.lineage, self.step)
+        shape = Shape(self._run.world_size, scenario.shared)
+        marks: tuple[d.Mark, ...] | None = None
+        if scenario.samples:
+            marks = (d.Mark("train", self._term, tuple(self._marks.values())),)
+            self._marks = {h.lease.number: _upto(h) for h in self._held}
+        self._stage.checkers.saved(version, self.rank, self.trained)
+        own = [rank_part(self.rank)]
+        for part in [SHARED, *own] if scenario.shared and self.local_rank == 0 else own:
+            await self._clock.pause(self._agent.rng.uniform(0.001, 0.1))
+            await self._going
+            of_rank = marks if part != SHARED else None
+            vault.sealed(version, shape, part, persist=persist, marks=of_rank)
+
+    # ---- data -----------------------------------------------------------------------------------
+
+    async def _ask(self, body: d.DataCall) -> m.AnyMessage:
+        self._seq += 1
+        promise: Promise[m.AnyMessage] = Promise(self._clock)
+        self._call = self._agent.stream.call(body, promise.keep, self._session, self._seq)
+        answer = await promise
+        await self._going
+        if isinstance(answer, m.Refused):
+            if answer.kind == "fenced":
+                await self._clock.promise()  # The round is over: this process is ended soon.
+            raise RejectedError(f"{type(body).__name__}: {answer.message}")
+        return answer
+
+    async def _open_data(self) -> None:
+        dataset = self._stage.scenario.dataset()
+        assert dataset is not None
+        opened = await self._ask(d.DatasetOpen(self.round, dataset))
+        assert isinstance(opened, d.DatasetOpened)
+        self._term, self._epoch = opened.term, opened.position.epoch
+
+    async def _read(self) -> None:
+        """The samples of this step, as far as there are any."""
+        left = BATCH
+        while left and not self._has_read_all:
+            if not self._held:
+                await self._take()
+                if not self._held:
+                    return
+            held = self._held[0]
+            piece = held.lease.piece
+            end = min(piece.end, held.upto + left)
+            for at in range(held.upto, end):
+                self.trained.append((piece.epoch, at))
+                self._stage.checkers.consumed(self._run, self._agent.vault.lineage, piece.epoch, at)
+            left -= end - held.upto
+            held.upto = end
+            self._marks[held.lease.number] = self._news[held.lease.number] = _upto(held)
+            if end == piece.end:
+                self._held.pop(0)
+
+    async def _take(self) -> None:
+        said = tuple(self._news.values())
+        epochs = self._stage.scenario.epochs
+        body = d.ShardsTake(self.round, "train", self._term, self._epoch, 1, said, WAIT_S)
+        taken = await self._ask(body)
+        assert isinstance(taken, d.ShardsTaken)
+        for one in said:
+            if self._news.get(one.lease) == one:
+                del self._news[one.lease]
+        for lease in taken.leases:
+            self._held.append(Held(lease, lease.piece.begin))
+            self._marks[lease.number] = d.Consumed(lease.number, lease.piece.begin)
+        if taken.is_over:
+            self._epoch += 1
+            self._has_read_all = self._epoch >= epochs
+
+
+def _upto(held: Held) -> d.Consumed:
+    return d.Consumed(held.lease.number, held.upto)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fixed set of seeds, in every run of the tests: whatever goes wrong, what must hold holds, and
+the job comes to its end. `make soak` plays many more."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.sim.run import run
+from holdfast.sim.scenario import KINDS, Scenario, from_seed
+from holdfast.sim.swarm import load, save, shrink
+
+SEEDS = 160
+GROUPS = 8
+FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
+LIMIT_S = 240.0
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_nothing_that_must_never_happen_happens(group: int) -> None:
+    rounds = restores = commits = 0
+    for seed in range(group, SEEDS, GROUPS):
+        result = run(from_seed(seed))
+        assert not result.problem, f"seed {seed}: {result.problem}"
+        rounds += result.rounds
+        restores += result.restores
+        commits += result.commits
+    seeds = SEEDS // GROUPS
+    assert rounds > seeds, "without trouble nothing is proved"
+    assert restores > seeds / 4
+    assert commits > seeds
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_what_the_swarm_once_found_stays_fixed(path: Path) -> None:
+    assert run(load(path)).problem == ""
+
+
+def test_every_kind_of_fault_is_in_the_fixed_seeds() -> None:
+    seen = {fault.kind for seed in range(SEEDS) for fault in from_seed(seed).faults}
+    assert seen == set(KINDS)
+
+
+def test_a_seed_is_the_same_run_whatever_the_hash_seed() -> None:
+    program = (
+        "from holdfast.sim.run import run\n"
+        "from holdfast.sim.scenario import from_seed\n"
+        "print([run(from_seed(seed)).digest for seed in range(10)])\n"
+    )
+    said = set()
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", program]
+        ran = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT_S, check=True)
+        said.add(ran.stdout)
+    assert len(said) == 1
+
+
+def test_a_failing_scenario_is_made_smaller_and_kept_in_a_file(tmp_path: Path) -> None:
+    scenario = next(s for s in map(from_seed, range(100)) if _is_rich(s))
+
+    def finds(candidate: Scenario) -> str:
+        return "found" if any(f.kind == "kill_master" for f in candidate.faults) else ""
+
+    small = shrink(scenario, finds)
+    assert [fault.kind for fault in small.faults] == ["kill_master"]
+    assert small.nodes <= scenario.nodes
+    path = save(small, tmp_path)
+    assert load(path) == small
+    assert msgspec.json.decode(path.read_bytes())["seed"] == scenario.seed
+
+
+def _is_rich(scenario: Scenario) -> bool:
+    kinds = [fault.kind for fault in scenario.faults]
+    return "kill_master" in kinds and len(set(kinds)) > 2
