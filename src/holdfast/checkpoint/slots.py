@@ -253,13 +253,13 @@ class Slot:
         return meta if agrees else None
 
     def file(self, name: str) -> memoryview:
-        """The bytes of one file of what is sealed here. Released by `close`."""
+        """The bytes of one file of what is sealed here, read only. Released by `close`."""
         meta = self._meta or self.read()
         if meta is None:
             raise StateError(f"the memory slot {self.path} is not sealed")
         for file in meta.files:
             if file.name == name:
-                view = self.data[file.offset : file.offset + file.length]
+                view = self.data[file.offset : file.offset + file.length].toreadonly()
                 self._handed_out.append(view)
                 return view
         raise StateError(f"there is no file {name} in part {meta.part} in {self.path}")

@@ -223,7 +223,11 @@ class Checkpointer:
             model, optimizer, lambda: session.sharded, session.copier, self._timeout_s, allow_pickle
         )
         plan, parts = agree(
-            session.client, loading, -1 if step is None else _checked(step), self._timeout_s
+            session.client,
+            session.slots,
+            loading,
+            -1 if step is None else _checked(step),
+            self._timeout_s,
         )
         session.agreed(plan)
         loaded: int | None = None
@@ -256,7 +260,11 @@ class Checkpointer:
         session.settle()
         loading = FilesLoading(parts)
         plan, opened = agree(
-            session.client, loading, -1 if step is None else _checked(step), self._timeout_s
+            session.client,
+            session.slots,
+            loading,
+            -1 if step is None else _checked(step),
+            self._timeout_s,
         )
         session.agreed(plan)
         self._followers.restored()
@@ -325,6 +333,10 @@ def _check_copies(replicas: int, parity: int, replicate_every: int) -> None:
         raise UsageError(
             f"replicate_every={replicate_every} has nothing to do without replicas or parity"
         )
+
+
+def _wanted(step: int | None) -> int:
+    return -1 if step is None else _checked(step)
 
 
 def _checked(step: int) -> int:

@@ -6,19 +6,16 @@ its own (extra, data, random numbers) is its own part. Each part is two files: N
 the tensors, NAME.json the tree and the index.
 """
 
-import ctypes
 from collections.abc import Iterable, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from holdfast.checkpoint.copier import TURN_BYTES, Copier, Copy, Task
+from holdfast.checkpoint.copier import Copier, Copy, Task
 from holdfast.checkpoint.memory import address_of
 from holdfast.model.checkpoint import SHARED, rank_part
-from holdfast.model.errors import StateError, UsageError
+from holdfast.model.errors import UsageError
 from holdfast.torch import state
 from holdfast.torch.fresh import fresh_tensor
 from holdfast.torch.images import (
@@ -33,7 +30,6 @@ from holdfast.torch.images import (
 from holdfast.torch.restore import OpenPart, Parts
 
 KIND = "plain"
-READ_MIN = 1024 * 1024
 FORMAT = 1
 
 
@@ -60,36 +56,12 @@ class Document:
             )
         self.trees: dict[str, state.Tree] = fields["tree"]
         self.entries = msgspec.convert(fields["tensors"], tuple[Entry, ...])
-        name = f"{part.part}.safetensors"
-        self.data = part.file(name)
+        self.data = part.file(f"{part.part}.safetensors")
         self.address = address_of(self.data)
-        self._begin = part.offset(name)
-        self._path = part.slot.path
 
-    def tasks(self, entry: Entry, target: torch.Tensor) -> Iterable[Task]:
-        """Copies a tensor's bytes to where they belong.
-
-        Large ones are read from the slot's file: the pages of a new mapping would cost more.
-        """
-        address, length = target.data_ptr(), entry.length
-        if length < READ_MIN:
-            yield Copy(self.address + entry.offset, address, length)
-            return
-        for start in range(0, length, TURN_BYTES):
-            size = min(TURN_BYTES, length - start)
-            at = self._begin + entry.offset + start
-            yield partial(_read, self._path, at, address + start, size)
-
-
-def _read(path: Path, offset: int, address: int, length: int) -> None:
-    left = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        while left:
-            count = file.readinto(left)
-            if not count:
-                raise StateError(f"the memory slot {path} became shorter while it was read")
-            left = left[count:]
+    def copy(self, entry: Entry, target: torch.Tensor) -> Copy:
+        """Of a tensor's bytes to where they belong."""
+        return Copy(self.address + entry.offset, target.data_ptr(), entry.length)
 
 
 class PlainLoading:
@@ -212,7 +184,7 @@ class _Fit:
             if entry.length == 0:
                 continue
             if target.device.type == "cpu" and raw_bytes(target) is not None:
-                yield from self._document.tasks(entry, target)
+                yield self._document.copy(entry, target)
             else:
                 yield _strided(self._document.data, entry, target)
 

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.checkpoint.slots import HEADER, Slot, SlotMeta
+from holdfast.checkpoint.slots import Slot, SlotMeta
 from holdfast.client.vault import VaultClient
 from holdfast.model.checkpoint import NONE, Shape, Version
 from holdfast.model.errors import RejectedError, StateError
 from holdfast.protocol.checkpoints import RestorePlan
+from holdfast.torch.mappings import MappedSlots
 
 TURNS_MAX = 1000
 """Each turn rules out a copy or ends the agreement; no job has so many."""
@@ -39,21 +40,20 @@ class OpenPart:
         """The bytes of a file, read only; nothing may refer to them after the load."""
         return self.slot.file(name)
 
-    def offset(self, name: str) -> int:
-        """Where the bytes of a file begin in the file of the slot."""
-        return next(HEADER + file.offset for file in self.meta.files if file.name == name)
-
 
 class Parts:
     """The parts of the version that is being restored, opened when somebody wants them."""
 
-    def __init__(self, client: VaultClient, version: Version, shape: Shape) -> None:
+    def __init__(
+        self, client: VaultClient, slots: MappedSlots, version: Version, shape: Shape
+    ) -> None:
         self.version = version
         self.shape = shape
         """Of what is restored: its world size is that of the world that saved."""
         self.rank = client.place.rank
         self.world_size = client.place.world_size
         self._client = client
+        self._slots = slots
         self._open: dict[str, OpenPart] = {}
 
     def open(self, names: Sequence[str]) -> dict[str, OpenPart]:
@@ -61,10 +61,9 @@ class Parts:
         missing = [name for name in names if name not in self._open]
         if missing:
             for opened in self._client.open_parts(self.version, missing):
-                slot = Slot.open(opened.path, writable=False)
+                slot = self._slots.get(opened.path)
                 meta = slot.read()
                 if meta is None or meta.version != self.version:
-                    slot.close()
                     raise StateError(
                         f"part {opened.part} of step {self.version.step} was overwritten in memory"
                     )
@@ -77,7 +76,7 @@ class Parts:
         """Everything has been read. StateError: something still refers to the memory."""
         parts, self._open = self._open, {}
         for part in parts.values():
-            part.slot.close()
+            part.slot.release_views()
         self._client.close_parts()
 
 
@@ -99,7 +98,7 @@ class Loading(Protocol):
 
 
 def agree(
-    client: VaultClient, loading: Loading, step: int, timeout_s: float
+    client: VaultClient, slots: MappedSlots, loading: Loading, step: int, timeout_s: float
 ) -> tuple[RestorePlan, Parts | None]:
     """Come to one version with all other ranks. With no parts there is nothing to restore.
 
@@ -123,7 +122,7 @@ def agree(
                     parts.close()
                     parts = None
                 if plan.version != NONE:
-                    parts = Parts(client, plan.version, plan.shape)
+                    parts = Parts(client, slots, plan.version, plan.shape)
                     problem = _problem(loading, parts)
                 if problem and parts is not None:
                     parts.close()

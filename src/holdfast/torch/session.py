@@ -27,6 +27,7 @@ from holdfast.torch import plain
 from holdfast.torch.after import AfterCommit
 from holdfast.torch.following import Followers
 from holdfast.torch.images import Image
+from holdfast.torch.mappings import MappedSlots
 from holdfast.torch.overlap import BackgroundSave, Gate
 from holdfast.torch.policies import Every, Keep, Schedule
 from holdfast.torch.randomness import rng_state
@@ -72,8 +73,10 @@ class Session:
         self.client.open_series(series)
         self.copier = Copier(threads=2)
         place = self.client.place
+        stager = DeviceStager(CudaAccelerator)
+        self.slots = MappedSlots(stager)
         self._writer = PartWriter(
-            self.client, series.directory, DeviceStager(CudaAccelerator), self.copier, timeout_s
+            self.client, series.directory, self.slots, stager, self.copier, timeout_s
         )
         self._has_lineage, self._last_step = False, -1
         self._memory_due = Schedule(every, place.world_size)
@@ -195,7 +198,7 @@ class Session:
         self.settle()
         self._gate.close()
         self._after.close()
-        self._writer.close()
+        self.slots.close()
         self.copier.close()
         self.client.close()
 

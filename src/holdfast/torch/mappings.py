@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slots that this process has mapped, to write them and to load from them.
+
+To map memory and to unmap it costs as much time as a third of the copy of what is in it. So a slot
+is mapped once, for loading and saving alike, and stays so for as long as it has its name.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.checkpoint.memory import fault_in, low_priority
+from holdfast.checkpoint.slots import Slot
+from holdfast.torch.staging import Stager
+
+
+class MappedSlots:
+    """Slots by their paths."""
+
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
+        self._slots: dict[str, tuple[tuple[int, int], Slot]] = {}
+        self._faulting: list[_Faulting] = []
+
+    def get(self, path: str) -> Slot:
+        """The slot at this path; mapped again when another file has taken its place.
+
+        StateError: there is none.
+        """
+        self.forget_removed()
+        known = self._slots.get(path)
+        if known is not None:
+            found = os.stat(path)
+            if known[0] == (found.st_ino, found.st_size):
+                return known[1]
+            self._unmap(path)
+        slot = Slot.open(Path(path), writable=True)
+        found = os.stat(path)
+        self._slots[path] = ((found.st_ino, found.st_size), slot)
+        self._stager.mapped(slot.address, len(slot.data))
+        return slot
+
+    def touch(self, paths: Sequence[str]) -> None:
+        """Have these slots touched for the first time in the background, in this order."""
+        self._faulting.append(_Faulting([self.get(path) for path in paths]))
+
+    def pause(self) -> None:
+        """Touch nothing until `go_on`: a save has the memory to itself."""
+        for faulting in self._faulting:
+            faulting.pause()
+
+    def go_on(self) -> None:
+        """May be called whether it is paused or not."""
+        for faulting in self._faulting:
+            faulting.go_on()
+
+    def forget_removed(self) -> None:
+        """Unmap what has no name any more: its memory is not free before that."""
+        for path in [path for path in self._slots if not os.path.exists(path)]:
+            self._unmap(path)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for path in list(self._slots):
+            self._unmap(path)
+
+    def _unmap(self, path: str) -> None:
+        for faulting in self._faulting:
+            faulting.stop()
+        self._faulting = []
+        _, slot = self._slots.pop(path)
+        self._stager.unmapping(slot.address)
+        slot.close()
+
+
+class _Faulting:
+    """Touches slots for the first time, in a thread that steps back for all others.
+
+    One slot after the other, in the order in which they will be written: the first save finds the
+    first slot ready however long the others take. Nobody else touches them: two who fault in the
+    same memory hold each other up.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._is_stopped = False
+        self._may_run = threading.Event()
+        self._may_run.set()
+        # A daemon: nothing is lost with it when the program ends.
+        self._thread = threading.Thread(target=self._run, name="holdfast-memory", daemon=True)
+        self._thread.start()
+
+    def pause(self) -> None:
+        """Stop after the piece in hand until `go_on`."""
+        self._may_run.clear()
+
+    def go_on(self) -> None:
+        self._may_run.set()
+
+    def stop(self) -> None:
+        """Return when the memory is not touched any more."""
+        self._is_stopped = True
+        self._may_run.set()
+        self._thread.join(60.0)
+
+    def _run(self) -> None:
+        low_priority()
+        for slot in self._slots:
+            if not fault_in(slot.address, slot.capacity, self._wait):
+                return
+
+    def _wait(self) -> bool:
+        """Until no save is under way, or for long enough for one; whether to stop."""
+        self._may_run.wait(60.0)
+        return self._is_stopped
