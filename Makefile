@@ -68,6 +68,7 @@ soak: $(STAMP)
 		echo "==> soak round $$round of $(SOAK_ROUNDS)"; \
 		HOLDFAST_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \
 		HOLDFAST_SOAK_SEEDS=$(SOAK_SEEDS) $(BIN)/python -m pytest -q -x tests/core/test_shards_history.py; \
+		$(BIN)/python -m holdfast.sim.swarm --seeds $$((round * $(SOAK_SEEDS)))..$$((round * $(SOAK_SEEDS) + $(SOAK_SEEDS))); \
 	done
 
 clean:
