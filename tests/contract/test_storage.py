@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every storage must do, on each of them: disk, tmpfs (no O_DIRECT), objects, S3."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,20 @@ def test_a_shorter_file_replaces_a_longer_one(storage: Storage) -> None:
     storage.write("file", memoryview(b"x" * 10_000), 2)
     storage.write("file", memoryview(b"y" * 10), 2)
     assert read_back(storage, "file") == b"y" * 10
+
+
+def test_a_writer_that_was_cut_off_does_not_tear_what_another_has_written(storage: Storage) -> None:
+    """A lost node's part is written by another node, and then it was not dead after all."""
+    data = memoryview(os.urandom(2 * CHUNK + 5))
+
+    def come_back_late(_: int) -> None:
+        storage.write("a/part", data, 1)
+        raise RetryableError("its storage is gone")
+
+    with pytest.raises(RetryableError, match="its storage is gone"):
+        storage.write("a/part", data, 1, come_back_late)
+    assert read_back(storage, "a/part") == data
+    assert storage.files("a") == {"part": len(data)}
 
 
 def test_a_reader_says_when_a_file_ends_too_soon(storage: Storage) -> None:

@@ -7,7 +7,7 @@ directory: a name with "/" in it is only a name.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -55,12 +55,19 @@ class ObjectStorage:
         # Large objects go up piece by piece; one that is not finished never becomes visible.
         piece = max(CHUNK, len(data) // _PIECES_MAX + 1)
         crcs = []
-        with self._telling(path), self._fs.open(self._name(path), "wb", block_size=piece) as file:
-            for offset, size in chunks_of(len(data)):
-                with data[offset : offset + size] as view:
-                    crcs.append(int(crc32c(view)))
-                    file.write(view)
-                moved(size)
+        with self._telling(path):
+            file = self._fs.open(self._name(path), "wb", block_size=piece, autocommit=False)
+            with ExitStack() as at_the_end:
+                # Whatever ends this early: to only close the file would give the object its name.
+                at_the_end.callback(file.discard)
+                with file:
+                    for offset, size in chunks_of(len(data)):
+                        with data[offset : offset + size] as view:
+                            crcs.append(int(crc32c(view)))
+                            file.write(view)
+                        moved(size)
+                at_the_end.pop_all()
+            file.commit()
         self._check_size(path, len(data))
         return combine(crcs)
 

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ class PosixStorage:
     ) -> int:
         place = self._root / path
         place.parent.mkdir(parents=True, exist_ok=True)
-        with _opened_for_writing(place, len(data)) as fd:
+        with _draft_of(place) as draft, _opened_for_writing(draft, len(data)) as fd:
             body = len(data) // _PAGE * _PAGE
             crcs = _write_chunks(fd, data, body, writers, moved)
             if body < len(data):
@@ -195,6 +196,21 @@ class PosixReader:
         os.close(self._plain)
         if self._direct >= 0:
             os.close(self._direct)
+
+
+@contextmanager
+def _draft_of(place: Path) -> Iterator[Path]:
+    """A file that takes this place once it is whole.
+
+    Each writer has its own: one that was given up, and whose part another node writes now, may only
+    have been cut off. It must not tear what the other has written.
+    """
+    draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.draft")
+    try:
+        yield draft
+        os.rename(draft, place)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 @contextmanager
