@@ -8,6 +8,8 @@ import pytest
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job.nodes import rules_of
+from holdfast.core.kernel import Outcome
+from holdfast.model.ids import NodeId
 from holdfast.model.job import NODE_RELAUNCHES, JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.protocol import messages as m
@@ -118,16 +120,84 @@ def test_only_the_first_failure_of_a_round_counts() -> None:
     assert job.machines.view(job.now)["restarts"] == {"error": 1}
 
 
+def launch_of_next(job: Job, lost: Outcome) -> tuple[cmd.LaunchNode, float] | None:
+    """The one launch that follows from a lost node, and how long that takes; None if none does."""
+    began = job.now
+    if not of_kind(ev.NodeOrdered, lost.facts):
+        return None
+    launches = of_kind(cmd.LaunchNode, lost.commands)
+    if not launches:
+        assert job.deadline is not None
+        launches = of_kind(cmd.LaunchNode, job.wait(job.deadline).commands)
+    (launch,) = launches
+    return launch, job.now - began
+
+
 @pytest.mark.parametrize("reason", list(ExitReason))
 def test_a_node_rank_is_relaunched_as_often_as_its_class_allows(reason: ExitReason) -> None:
-    job = Job(JobSpec(min_nodes=1, max_nodes=2, managed=True))
+    job = Job(JobSpec(min_nodes=1, max_nodes=2, managed=True, join_timeout_s=1e6))
     node, relaunched = 1, 0
-    while orders := of_kind(cmd.LaunchNode, job.seen(node, Phase.FAILED, reason).commands):
+    job.seen(node, Phase.RUNNING)
+    while found := launch_of_next(job, job.seen(node, Phase.FAILED, reason)):
         relaunched += 1
-        assert orders == [cmd.LaunchNode(orders[0].node_id, orders[0].node_rank)]
-        assert orders[0].node_rank == 1
-        node = orders[0].node_id
+        assert found[0].node_rank == 1
+        node = found[0].node_id
+        job.seen(node, Phase.RUNNING)
     assert relaunched == NODE_RELAUNCHES[reason]
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_platform_that_starts_nothing_for_minutes_uses_up_no_budget(pending: bool) -> None:
+    """CP 6.4: no back-off. Found by the simulator: a rank's five relaunches were gone at once."""
+    job = Job(JobSpec(min_nodes=2, max_nodes=2, managed=True, join_timeout_s=3600.0))
+    node, pauses = NodeId(1), []
+    for _ in range(12):
+        if pending:
+            job.seen(node, Phase.PENDING)
+        found = launch_of_next(job, job.seen(node, Phase.FAILED, ExitReason.HARDWARE))
+        assert found is not None
+        node = found[0].node_id
+        pauses.append(found[1])
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+    assert job.state() == "running"
+    # The nodes that run have their whole budget.
+    for _ in range(NODE_RELAUNCHES[ExitReason.HARDWARE]):
+        job.seen(node, Phase.RUNNING)
+        found = launch_of_next(job, job.seen(node, Phase.FAILED, ExitReason.HARDWARE))
+        assert found is not None
+        node = found[0].node_id
+    job.seen(node, Phase.RUNNING)
+    assert launch_of_next(job, job.seen(node, Phase.FAILED, ExitReason.HARDWARE)) is None
+    assert job.state() == "failed"
+
+
+def test_a_job_without_a_world_does_not_wait_for_its_platform_for_ever() -> None:
+    job = Job(JobSpec(min_nodes=1, max_nodes=1, managed=True, join_timeout_s=100.0))
+    node = 0
+    while job.state() == "running":
+        (order,) = of_kind(ev.NodeOrdered, job.seen(node, Phase.FAILED, ExitReason.HARDWARE).facts)
+        node = order.node_id
+        job.wait(job.now + order.pause_s)
+    assert job.now >= 100.0
+    assert "no world formed within 100 s" in str(job.machines.view(job.now)["reason"])
+
+
+def test_an_agent_that_fails_before_it_attaches_is_not_started_for_ever() -> None:
+    job = Job(JobSpec(min_nodes=1, max_nodes=1, managed=True))
+    job.seen(0, Phase.PENDING)
+    assert launch_of_next(job, job.seen(0, Phase.FAILED, ExitReason.ERROR)) is None
+    assert job.state() == "failed"
+
+
+@pytest.mark.parametrize(("ready_s", "pause_s"), [(59.0, 1.0), (60.0, 0.0)])
+def test_a_node_that_was_ready_for_a_minute_ends_the_pauses(ready_s: float, pause_s: float) -> None:
+    job = Job(JobSpec(managed=True, silence_s=1000.0, lease_s=1000.0))
+    assert launch_of_next(job, job.seen(0, Phase.FAILED, ExitReason.KILLED)) is not None
+    job.attach("a", node=1)
+    job.wait(ready_s)
+    found = launch_of_next(job, job.leave("a"))
+    assert found is not None
+    assert found[1] == pause_s
 
 
 def test_relaunch_budgets_are_per_rank() -> None:

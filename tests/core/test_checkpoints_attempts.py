@@ -63,6 +63,16 @@ def test_what_an_old_world_wanted_is_stale() -> None:
     assert ledger.answer(call, m.Refused).kind == "stale"
 
 
+def test_a_plan_that_was_missed_is_given_again_after_the_round() -> None:
+    """Found by the simulator, seed 20481: the answer was lost with the stream, the next world was
+    formed without the node, its ask was stale, and the attempt waited for it for an hour."""
+    ledger = Ledger(2)
+    attempt, asked = begin(ledger), c.PersistAsk(DIR, ledger.round, V5, SHARDED, (rank_part(1),))
+    ledger.form([0])
+    again = ledger.call(1, asked)
+    assert ledger.answer(again, c.PersistPlan) == c.PersistPlan(attempt, (rank_part(1),))
+
+
 def test_nodes_that_name_different_parts_are_told_so() -> None:
     ledger = Ledger(2)
     ledger.ask(0, V5, SHARDED, rank_part(0))

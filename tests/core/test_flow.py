@@ -55,6 +55,6 @@ def test_a_foreign_record_is_refused_by_every_machine() -> None:
 
     job = build(JobSpec(), "job")
     machines = (job.nodes, job.liveness, job.rendezvous, job.sync, job.verdicts, job.progress)
-    for machine in (*machines, job.checkpoints):
+    for machine in (*machines, job.checkpoints, job.hangs):
         with pytest.raises(TypeError):
             machine.apply(Foreign())

@@ -278,9 +278,11 @@ def test_weakness_one_policy_decides_relaunch_and_end() -> None:
     spec = JobSpec(min_nodes=2, max_nodes=2, managed=True)
     spec.node_relaunches[ExitReason.HARDWARE] = 1
     job = Job(spec)
+    job.seen(1, Phase.RUNNING)
     first = job.seen(1, Phase.FAILED, ExitReason.HARDWARE)
     assert of_kind(cmd.LaunchNode, first.commands)
     assert not of_kind(cmd.FinishJob, first.commands)
+    job.seen(2, Phase.RUNNING)
     second = job.seen(2, Phase.FAILED, ExitReason.HARDWARE)
     assert not of_kind(cmd.LaunchNode, second.commands)
     assert of_kind(cmd.FinishJob, second.commands)
@@ -290,11 +292,11 @@ def test_weakness_kills_are_bounded_too() -> None:
     """CP 6.4, AC 15: killed nodes were relaunched without any limit."""
     job = quiet(min_nodes=1, max_nodes=2, managed=True)
     node, launched = 1, 0
-    while orders := of_kind(
-        cmd.LaunchNode, job.seen(node, Phase.FAILED, ExitReason.KILLED).commands
-    ):
+    job.seen(node, Phase.RUNNING)
+    while orders := of_kind(ev.NodeOrdered, job.seen(node, Phase.FAILED, ExitReason.KILLED).facts):
         node, launched = orders[0].node_id, launched + 1
         assert launched < 1000
+        job.seen(node, Phase.RUNNING)
     assert launched == job.spec.node_relaunches[ExitReason.KILLED]
 
 

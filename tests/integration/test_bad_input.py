@@ -84,6 +84,7 @@ MISTAKES: dict[tuple[str, ...], str] = {
     (*SERVE, "--lease", "nan"): "--lease must be a number of seconds above 0, not nan",
     (*SERVE, "--beat", "soon"): "argument --beat: invalid float value: 'soon'",
     (*SERVE, "--silence", "2"): "must be longer than",
+    (*SERVE, "--hang-after", "-1"): "--hang-after must be auto, off or seconds above 0, not '-1'",
     (*SERVE, "--token-file", "open"): "the token file open is open to other users",
     (*SERVE, "--token-file", "short"): "the token in short is shorter than 16 characters",
     (*SERVE, "--tls-cert", "nowhere"): "the certificate nowhere cannot be used",

@@ -342,7 +342,8 @@ def test_a_step_is_written_into_the_cell(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HOLDFAST_PROGRESS", path)
     holdfast_client.report_step(41)
     holdfast_client.report_step(42)
-    assert cell.read().reported_step == 42
+    holdfast_client.report_step(42)
+    assert (cell.read().reported_step, cell.read().reports) == (42, 2)
     cell.close()
 
 

@@ -2,103 +2,19 @@
 """What a vault tells the master of the data of its ranks, at every version that they save."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
 
-from holdfast.agent.relay import Relay
-from holdfast.agent.vault.vault import Vault
-from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
-from holdfast.client.connection import AgentClient
-from holdfast.client.vault import VaultClient
-from holdfast.model.checkpoint import Series, Shape, Version, rank_part
+from holdfast.model.checkpoint import Version
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
-from holdfast.protocol.data import Consumed, DataMarked, Mark
-from holdfast.runtime.settings import WorkerPlace
-from holdfast.runtime.transport import listen
-from tests.integration.patient_master import PatientMaster
+from holdfast.protocol.data import DataMarked
+from tests.integration.vault_node import mark, node
 
 DIR = "/checkpoints"
-TOKEN = b"0123456789abcdef"
-SHAPE = Shape(2, shared=False)
 Run = Callable[[Coroutine[None, None, None]], None]
-
-
-@dataclass
-class Node:
-    """A vault and its two workers."""
-
-    vault: Vault
-    master: PatientMaster
-    workers: list[VaultClient]
-
-    async def save(
-        self, rank: int, step: int, leases: dict[int, int] | None, *, persist: bool = False
-    ) -> None:
-        """A rank saves; `leases`: how far it is in its data, None: it reads none."""
-        marks = None if leases is None else mark(leases)
-        await asyncio.to_thread(_save, self.workers[rank], rank, step, marks, persist)
-
-    async def save_both(self, step: int, leases: dict[int, int]) -> None:
-        for rank in (0, 1):
-            await self.save(rank, step, leases if rank == 0 else {})
-
-
-def _save(
-    worker: VaultClient, rank: int, step: int, marks: tuple[Mark, ...] | None, persist: bool
-) -> None:
-    part, version = rank_part(rank), Version(0, step)
-    files, length = lay_out([("state", 1000)])
-    grant = worker.slot(part, step, length)
-    with Slot.open(grant.path, writable=True) as slot:
-        slot.begin(version)
-        slot.seal(SlotMeta(DIR, part, version, SHAPE, files))
-    worker.sealed(part, version, SHAPE, grant.path, persist=persist, marks=marks)
-
-
-def mark(leases: dict[int, int]) -> tuple[Mark, ...]:
-    return (Mark("train", 1, tuple(Consumed(*said) for said in leases.items())),)
-
-
-@asynccontextmanager
-async def node(folder: Path, *, follows: bool = False) -> AsyncIterator[Node]:
-    master = PatientMaster(follows)
-    async with contextlib.AsyncExitStack() as stack:
-        vault = Vault(master, lambda text: None, TOKEN, 2)
-        stack.push_async_callback(vault.close)
-        vault.joined(0)
-        socket = f"unix:{folder}/vault.sock"
-        server = await listen(socket, Relay(master, vault), TOKEN)
-        stack.push_async_callback(server.close)
-        vault.begin_round(1, 0)
-        workers = []
-        for rank in (0, 1):
-            place = WorkerPlace(
-                rank=rank,
-                local_rank=rank,
-                world_size=2,
-                local_world_size=2,
-                group_world_size=1,
-                round=1,
-                meeting_point="",
-                launcher=0,
-            )
-            client = VaultClient(AgentClient(socket, TOKEN, scope=1), place, is_standalone=False)
-            stack.push_async_callback(asyncio.to_thread, client.close)
-            workers.append(client)
-        begin = [asyncio.to_thread(_begin, worker) for worker in workers]
-        await asyncio.gather(*begin)
-        yield Node(vault, master, workers)
-
-
-def _begin(worker: VaultClient) -> None:
-    worker.open_series(Series(DIR, slots=2, breakpoint=False))
-    worker.restore()
 
 
 @pytest.fixture
@@ -113,7 +29,7 @@ def test_one_word_for_all_ranks_of_a_node_before_the_version_goes_to_storage(
     tmp_path: Path, run: Run
 ) -> None:
     async def saves() -> None:
-        async with node(tmp_path) as here:
+        async with node(tmp_path, DIR) as here:
             await here.save(0, 1, {7: 20}, persist=True)
             assert here.master.said(DataMarked) == []
             await here.save(1, 1, {8: 5}, persist=True)
@@ -132,7 +48,7 @@ def test_no_rank_waits_for_the_master(tmp_path: Path, run: Run) -> None:
     """The prior art's workers ask the master in their training loop, and stand still without it."""
 
     async def saves() -> None:
-        async with node(tmp_path) as here:
+        async with node(tmp_path, DIR) as here:
             for step in range(1, 20):
                 await here.save_both(step, {7: step})
             # Of what is not in memory any more nobody asks: the master gets two words, not twenty.
@@ -146,7 +62,7 @@ def test_what_is_not_confirmed_is_said_again(tmp_path: Path, run: Run) -> None:
     """A lease that ended is named once by its rank. Another rank's save of that step failed."""
 
     async def saves() -> None:
-        async with node(tmp_path) as here:
+        async with node(tmp_path, DIR) as here:
             await here.save_both(1, {7: 100, 8: 3})
             await here.save_both(2, {8: 30})
             first, second = await here.master.hears(DataMarked, 2)
@@ -163,7 +79,7 @@ def test_what_is_not_confirmed_is_said_again(tmp_path: Path, run: Run) -> None:
 
 def test_what_left_the_memory_unconfirmed_is_said_with_the_next(tmp_path: Path, run: Run) -> None:
     async def saves() -> None:
-        async with node(tmp_path) as here:
+        async with node(tmp_path, DIR) as here:
             await here.save_both(1, {7: 100})
             for step in (2, 3, 4, 5):
                 await here.save_both(step, {8: step})
@@ -176,7 +92,7 @@ def test_what_left_the_memory_unconfirmed_is_said_with_the_next(tmp_path: Path, 
 
 def test_a_node_whose_ranks_read_nothing_says_so_when_others_read(tmp_path: Path, run: Run) -> None:
     async def saves(follows: bool) -> None:
-        async with node(tmp_path, follows=follows) as here:
+        async with node(tmp_path, DIR, follows=follows) as here:
             for rank in (0, 1):
                 await here.save(rank, 1, None, persist=True)
             await here.master.hears(c.PersistAsk, 1)

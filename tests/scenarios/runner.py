@@ -46,6 +46,7 @@ SPEC_KEYS = {
     "silence": "silence_s",
     "lease": "lease_s",
     "reconnect": "reconnect_s",
+    "hang_after": "hang_after_s",
     "spares": "spare_nodes",
 }
 RULES_KEYS = {name: field for name, field in SPEC_KEYS.items() if field.startswith(("m", "node_"))}
@@ -318,7 +319,7 @@ def _described(thing: object) -> str:
         value = getattr(thing, name)
         if name in UNTOLD:
             continue
-        if value is None or value in ("", (), -1):
+        if value is None or value in ("", (), -1) or (name == "pause_s" and value == 0):
             continue
         words.append(f"{SHORT_NAMES.get(name, name)}={_short(value)}")
     return " ".join(words)

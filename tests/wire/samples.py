@@ -196,6 +196,11 @@ RECORDS: list[Record] = [
         rendezvous_s=0.01,
     ),
     rec.RoundBroken(round=3, reason="rank 3 failed"),
+    rec.RestartCounted(reason="lost", count=3, back=0.5, trained_s=600.0),
+    rec.TrainingBegan(at_s=700.0),
+    rec.PatienceSet(
+        first_step_at=12.5, longest_pause_s=20.0, allowed_s=150.0, hung_step=99, hung_after=40
+    ),
     rec.CheckpointCommitted(
         directory="/ckpt", version=VERSION, attempt="a1-3-2", shape=Shape(4, True)
     ),

@@ -4,9 +4,11 @@
 import asyncio
 import contextlib
 import math
+import random
 import signal
 import ssl
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +68,21 @@ class AgentSettings:
     """How long an unreachable master is tried before the first attach."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPorts:
+    """What an agent uses of the machine that it runs on. The simulator has its own."""
+
+    make_processes: Callable[..., Processes] = Processes
+    reserve_port: Callable[[], ReservedPort] = ReservedPort
+    monotonic: Callable[[], float] = time.monotonic
+    """The clock of the progress cells."""
+    uniform: Callable[[float, float], float] = random.uniform
+    """Chance, so that many agents do not do the same at once."""
+
+
+REAL = AgentPorts()
+
+
 @dataclass(frozen=True, slots=True)
 class AgentEnd:
     """How an agent ended."""
@@ -78,23 +95,22 @@ class AgentEnd:
 class Agent:
     """Supervises the workers of one node."""
 
-    def __init__(self, settings: AgentSettings, say: Say) -> None:
-        self._settings = settings
-        self._say = say
+    def __init__(self, settings: AgentSettings, say: Say, ports: AgentPorts = REAL) -> None:
+        self._settings, self._say = settings, say
+        self._reserve_port, self._monotonic = ports.reserve_port, ports.monotonic
         self._loop = asyncio.get_running_loop()
         nproc = settings.program.launch.nproc
         self._core = Workers(nproc)
         self._group: Group | None = None
-        self._port = ReservedPort()
+        self._port = ports.reserve_port()
         self._old_port: ReservedPort | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._errands: set[asyncio.Task[None]] = set()
         self._last_step_ago_s, self._last_step_read_at = -1.0, 0.0
-        self._leaves_by = 0.0
-        self._unreported = 0
+        self._leaves_by, self._unreported = 0.0, 0
         self._all_reported = asyncio.Event()
         self._end: asyncio.Future[AgentEnd] = self._loop.create_future()
-        self._processes = Processes(
+        self._processes = ports.make_processes(
             on_exit=self._worker_exited,
             on_stopped=lambda rank, number: self.feed(ev.WorkerStopped(rank, number)),
             on_continued=lambda rank: self.feed(ev.WorkerContinued(rank)),
@@ -110,8 +126,9 @@ class Agent:
             settings.token,
             tls=settings.tls,
             first_contact_s=settings.first_contact_s,
+            uniform=ports.uniform,
         )
-        self._warmth = Warmth(
+        self._warmth: Warmth = Warmth(
             settings.program, self._processes, self._stream, run=self._run, say=say
         )
         has_tls = settings.tls is not None
@@ -214,9 +231,9 @@ class Agent:
         # The old port stays ours until the next round: its store may still be in use.
         if self._old_port is not None:
             self._old_port.close()
-        self._old_port, self._port = self._port, ReservedPort()
+        self._old_port, self._port = self._port, self._reserve_port()
         self._warmth.round_begins(run)
-        group = self._group = Group(self._settings.program, run, self._processes)
+        group = self._group = Group(self._settings.program, run, self._processes, self._monotonic)
         began = self._loop.time()
         started, how, problem = await group.start()
         took_s = self._loop.time() - began

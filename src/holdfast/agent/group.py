@@ -2,7 +2,6 @@
 """The workers of one round as seen from outside: their files, their output, their progress."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,16 @@ class Program:
 class Group:
     """The workers of one round."""
 
-    def __init__(self, program: Program, run: m.RunWorld, processes: Processes) -> None:
+    def __init__(
+        self,
+        program: Program,
+        run: m.RunWorld,
+        processes: Processes,
+        monotonic: Callable[[], float],
+    ) -> None:
+        """`monotonic` is the clock of the progress cells."""
         self.run = run
+        self._monotonic = monotonic
         self._program = program
         self._processes = processes
         self._cells: dict[int, ProgressCell] = {}
@@ -120,13 +127,14 @@ class Group:
         """How long ago the last step of any worker finished; -1 if none did."""
         times = [cell.read().last_step_at for cell in self._cells.values()]
         newest = max(times, default=0.0)
-        return time.monotonic() - newest if newest > 0 else -1.0
+        return self._monotonic() - newest if newest > 0 else -1.0
 
     def beat(self, cpu: float, memory: int) -> m.Beat:
         """What the master is told of the group."""
         readings = [cell.read() for cell in self._cells.values()]
-        now = time.monotonic()
-        steps = min((reading.steps for reading in readings), default=0)
+        now = self._monotonic()
+        # A script without an optimizer may still report its steps.
+        steps = min((max(reading.steps, reading.reports) for reading in readings), default=0)
         reported = max((reading.reported_step for reading in readings), default=-1)
         # A group has made a step when its slowest member has.
         first = [reading.first_step_at for reading in readings]

@@ -56,12 +56,15 @@ class MasterStream:
         *,
         tls: ssl.SSLContext | None,
         first_contact_s: float,
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
+        """`uniform` is the chance in the pauses."""
         self._owner = owner
         self._address = address
         self._token = token
         self._tls = tls
         self._first_contact_s = first_contact_s
+        self._uniform = uniform
         self._agent_key = secrets.token_hex(8)
         self._incarnation = 0
         self._link: Link | None = None
@@ -98,7 +101,7 @@ class MasterStream:
             pause_s = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
             tries += 1
             if pause_s:
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause_s * self._uniform(0.5, 1.0))
 
     def rejoin(self) -> None:
         """Come back as a new agent process would."""

@@ -13,7 +13,7 @@ import msgspec
 import uvloop
 
 from holdfast.cli.embedded import END_FILE, EXIT_JOB_FAILED
-from holdfast.cli.run_options import check_job_name, parse_address
+from holdfast.cli.run_options import check_job_name, hang_after_s, parse_address
 from holdfast.master.process import MasterSettings, run_master
 from holdfast.model.errors import UsageError
 from holdfast.model.job import JobSpec
@@ -64,6 +64,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="allow an address that is not loopback without certificates",
     )
+    _add_patience(parser)
+    # For `holdfast run`, which starts its master with these; people have no use for them.
+    parser.add_argument("--lifeline", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--launch", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rules", help=argparse.SUPPRESS)
+    parser.add_argument("--spare-nodes", type=int, default=0, help=argparse.SUPPRESS)
+    parser.set_defaults(run=_run)
+
+
+def _add_patience(parser: argparse.ArgumentParser) -> None:
+    """How long the master waits before it calls something lost or hung."""
     spec = JobSpec()
     for name, unit in (
         ("beat", "seconds between two beats of an agent"),
@@ -74,12 +85,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         parser.add_argument(
             f"--{name}", type=float, default=default, metavar="S", help=f"{unit} ({default:g})"
         )
-    # For `holdfast run`, which starts its master with these; people have no use for them.
-    parser.add_argument("--lifeline", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--launch", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rules", help=argparse.SUPPRESS)
-    parser.add_argument("--spare-nodes", type=int, default=0, help=argparse.SUPPRESS)
-    parser.set_defaults(run=_run)
+    parser.add_argument(
+        "--hang-after",
+        default="auto",
+        metavar="WHEN",
+        help="workers that make no step for so many seconds hang and are restarted; auto: 5 times "
+        "the longest pause of the job so far, at least 30 s; off: never (auto)",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -144,7 +156,12 @@ def _allow_many_connections() -> None:
 
 
 def _spec(arguments: argparse.Namespace) -> JobSpec:
-    spec = JobSpec(beat_s=arguments.beat, silence_s=arguments.silence, lease_s=arguments.lease)
+    spec = JobSpec(
+        beat_s=arguments.beat,
+        silence_s=arguments.silence,
+        lease_s=arguments.lease,
+        hang_after_s=hang_after_s(arguments.hang_after, "--hang-after"),
+    )
     if arguments.rules is None:
         return spec
     rules = msgspec.json.decode(arguments.rules, type=JobRules)

@@ -149,8 +149,8 @@ async def _master(
     """An embedded master for the time of the block; nothing of it is left afterwards."""
     state = options.state_dir or folder / "state"
     assert options.job is not None
-    lease = ("--lease", str(options.lease_s))
-    master = EmbeddedMaster(["--job", options.job, *lease, *arguments], state, console, say)
+    patience = ("--lease", str(options.lease_s), "--hang-after", options.hang_after)
+    master = EmbeddedMaster(["--job", options.job, *patience, *arguments], state, console, say)
     if launch is not None:
         node = replace(
             options,

@@ -105,6 +105,12 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
             "an agent that cannot reach the master for this long holds its workers still "
             "(default: 60)",
         ),
+        Flag(
+            "hang-after",
+            "WHEN",
+            "workers that make no step for so many seconds hang and are restarted; auto: 5 times "
+            "the longest pause of the job so far, at least 30 s; off: never (default: auto)",
+        ),
         _shared(
             "standalone",
             "",

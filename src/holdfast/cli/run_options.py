@@ -8,6 +8,7 @@ here looks at the machine or the environment by itself: both are arguments.
 
 import enum
 import ipaddress
+import math
 import re
 import shutil
 import signal
@@ -64,6 +65,8 @@ class RunOptions:
     state_dir: Path | None
     """None for a private temporary directory."""
     lease_s: float
+    hang_after: str
+    """What `hang_after_s` reads."""
     grace_s: float
     spares: bool
     signals_to_handle: tuple[signal.Signals, ...]
@@ -117,7 +120,10 @@ def _interpret(
     nodes = _node_counts(answers)
     place = _place(answers, nodes, remarks)
     conf = _rdzv_conf(answers, remarks)
-    lease = answers.get("lease")
+    lease, hang = answers.get("lease"), answers.get("hang-after") or Answer("auto", "")
+    hang_after_s(hang.text, hang.source)
+    if place.master is not None and hang.source:
+        remarks.ignore(hang, "`holdfast master` takes it")
     _check_program(answers)
     return RunOptions(
         min_nodes=nodes.least,
@@ -142,6 +148,7 @@ def _interpret(
         insecure=answers.is_on("insecure"),
         state_dir=answers.path("state"),
         lease_s=lease.seconds(zero=False) if lease else 60.0,
+        hang_after=hang.text,
         grace_s=_grace_s(answers, environ, remarks),
         spares=not answers.is_on("no-spares"),
         signals_to_handle=_signals(answers.get("signals-to-handle")),
@@ -423,6 +430,16 @@ def _grace_s(answers: Answers, environ: Mapping[str, str], remarks: _Remarks) ->
     if shutdown is not None:
         remarks.ignore(shutdown, "--grace says the same and wins")
     return grace.seconds()
+
+
+def hang_after_s(text: str, source: str) -> float | None:
+    """What --hang-after means to a JobSpec; UsageError if it is neither word nor number."""
+    if text in ("auto", "off"):
+        return None if text == "auto" else math.inf
+    try:
+        return Answer(text, source).seconds(zero=False)
+    except UsageError:
+        raise UsageError(f"{source} must be auto, off or seconds above 0, not {text!r}") from None
 
 
 def _check_program(answers: Answers) -> None:

@@ -3,7 +3,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,8 @@ async def _serve(
 ) -> m.JobEnded:
     token_file = settings.token_file or settings.state / "token"
     token = make_token(token_file)
-    service, driver, fatal = _build(settings, journal, say)
+    engine = build_engine(settings.job, settings.spec, journal, say)
+    service, driver = engine.service, engine.driver
     secured = tls.server_tls(settings.tls_cert, settings.tls_key)
     async with AsyncExitStack() as open_things:
         open_things.callback(driver.stop)
@@ -100,49 +102,67 @@ async def _serve(
             platform = make_platform()
             open_things.push_async_callback(platform.close)
             service.use_platform(platform)
-            watch = asyncio.create_task(_watch(platform, driver))
+            watch = asyncio.create_task(watch_platform(platform, driver))
             open_things.callback(watch.cancel)
         note = notes.write(settings, server.address, http_address, token_file)
         open_things.callback(note.unlink, missing_ok=True)
         driver.feed(ev.MasterStarted(nonce=secrets.token_hex(4)))
         _stop_on_signals(driver, lifeline)
         announce(server.address)
-        ends = (service.finished, fatal)
+        ends = (service.finished, engine.fatal)
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await driver.drain()
         return done.pop().result()
 
 
-def _build(
-    settings: MasterSettings, journal: Journal, say: Say
-) -> tuple[Service, Driver, asyncio.Future[m.JobEnded]]:
-    """The core as the journal left it, its driver, and a future for what must never happen."""
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What runs a job: the core, its driver, the links' service, and a future for what must never
+    happen."""
+
+    core: flow.JobCore
+    driver: Driver
+    service: Service
+    fatal: asyncio.Future[m.JobEnded]
+
+
+def build_engine(
+    job: str,
+    spec: JobSpec,
+    journal: Journal,
+    say: Say,
+    *,
+    monotonic: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = wall_clock,
+) -> Engine:
+    """The engine as the journal left it. It serves nobody yet."""
     entries = journal.load()
-    job_core = flow.build(settings.spec, settings.job)
-    _replay(job_core, entries)
-    clock = JobClock(entries, wall_clock())
+    job_core = replayed(job, spec, entries)
+    clock = JobClock(entries, wall(), monotonic)
     fatal: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
 
     def failed(exc: Exception) -> None:
         if not fatal.done():
             fatal.set_exception(exc)
 
-    service = Service(settings.job, job_core, now=clock.now, say=say)
+    service = Service(job, job_core, now=clock.now, say=say)
     driver = Driver(
         job_core.core,
         journal,
         clock=clock.now,
-        wall=wall_clock,
+        wall=wall,
         encode=encode_record,
         execute=service.execute,
         observe=service.observe,
         failed=failed,
     )
     service.connect_core(driver.feed)
-    return service, driver, fatal
+    return Engine(job_core, driver, service, fatal)
 
 
-def _replay(job_core: flow.JobCore, entries: list[Entry]) -> None:
+def replayed(job: str, spec: JobSpec, entries: Sequence[Entry]) -> flow.JobCore:
+    """The state to which these entries lead."""
+    job_core = flow.build(spec, job)
     for number, entry in enumerate(entries):
         try:
             job_core.core.replay(decode_record(entry.payload))
@@ -151,9 +171,11 @@ def _replay(job_core: flow.JobCore, entries: list[Entry]) -> None:
                 f"record {number} of the journal cannot be understood ({exc}): it was written by a "
                 "newer Holdfast or is damaged; nothing was changed"
             ) from exc
+    return job_core
 
 
-async def _watch(platform: Platform, driver: Driver) -> None:
+async def watch_platform(platform: Platform, driver: Driver) -> None:
+    """Tell the core what the platform sees, for as long as this runs."""
     async for seen in platform.watch():
         driver.feed(ev.NodeSeen(seen.node_id, seen.phase, seen.reason, seen.message))
 

@@ -62,6 +62,8 @@ class Service:
         self._node_of: dict[int, NodeId] = {}
         self._link_of: dict[NodeId, Link] = {}
         self._followers: dict[int, Link] = {}
+        #: By link: the key of an agent whose admission is on its way to the disk.
+        self._attaching: dict[int, str] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self.finished: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
         #: Nodes that are in the job, attached or not: at its end each of them must be told.
@@ -111,6 +113,7 @@ class Service:
         elif isinstance(body, m.Dropped):
             self._feed(ev.RequestDropped(body.session, body.seq))
         elif isinstance(body, m.Attach):
+            self._attaching[link.number] = body.agent_key
             self._feed(ev.AttachRequested(link.number, frame.call, body))
         elif isinstance(body, m.Observe):
             self._observe(link, frame.call, body)
@@ -131,30 +134,14 @@ class Service:
             self._feed(ev.DataRequested(*asked, body))
 
     def _from_agent(self, link: Link, frame: m.Frame) -> None:
-        body, call, node_id = frame.body, frame.call, self._node_of.get(link.number)
+        node_id = self._node_of.get(link.number)
         if node_id is None:
             _refuse_unattached(link, frame)
-            return
-        match body:
-            case m.WorkersStarted():
-                self._feed(ev.StartReported(node_id, link.number, call, body))
-            case m.Warmed():
-                self._feed(ev.NodeWarmed(node_id, link.number, call))
-            case m.StoreOffered():
-                self._feed(ev.StoreOffered(node_id, link.number, call, body.port))
-            case m.WorkersFailed() if body.failures:
-                self._feed(ev.FailureReported(node_id, link.number, call, body))
-            case m.WorkersDone():
-                self._feed(ev.DoneReported(node_id, link.number, call, body))
-            case m.Leave():
-                self._feed(ev.LeaveRequested(node_id, link.number, call, body.reason))
-            case DataMarked():
-                self._feed(ev.DataMarks(node_id, link.number, call, body))
-            case _ if isinstance(body, CheckpointCall):
-                self._feed(ev.CheckpointRequested(node_id, link.number, call, body))
-            case _:
-                refusal = f"{type(body).__name__} is not a request"
-                link.send(m.Refused("rejected", refusal), call)
+        elif (event := _told_by_agent(node_id, link.number, frame)) is not None:
+            self._feed(event)
+        else:
+            refusal = f"{type(frame.body).__name__} is not a request"
+            link.send(m.Refused("rejected", refusal), frame.call)
 
     def closed(self, link: Link) -> None:
         self._links.pop(link.number, None)
@@ -211,6 +198,8 @@ class Service:
                 if link is not None:
                     link.send(command.body)
             case cmd.Reply():
+                if isinstance(command.body, m.Refused):
+                    self._attaching.pop(command.link, None)
                 link = self._links.get(command.link)
                 if link is not None:
                     link.answer(command.body, command.call)
@@ -235,9 +224,12 @@ class Service:
             self._node_of.pop(older.number, None)
             older.close()
         link = self._links.get(command.link)
+        agent_key = self._attaching.pop(command.link, "")
         if link is None:
-            # It hung up while its admission was on its way to the disk.
-            self._feed(ev.NodeAbsent(command.node_id))
+            # It hung up while its admission was on its way to the disk. If it is back on another
+            # link already, that admission follows this one.
+            if agent_key not in self._attaching.values():
+                self._feed(ev.NodeAbsent(command.node_id))
             return
         self._link_of[command.node_id] = link
         self._node_of[link.number] = command.node_id
@@ -291,6 +283,30 @@ class Service:
         self._moved_at = self._now()
         if not self._in_job:
             self._all_told.set()
+
+
+def _told_by_agent(node_id: NodeId, link: int, frame: m.Frame) -> Event | None:
+    """What an agent's frame means to the core; None if it is nothing that agents say."""
+    body, call = frame.body, frame.call
+    match body:
+        case m.WorkersStarted():
+            return ev.StartReported(node_id, link, call, body)
+        case m.Warmed():
+            return ev.NodeWarmed(node_id, link, call)
+        case m.StoreOffered():
+            return ev.StoreOffered(node_id, link, call, body.port)
+        case m.WorkersFailed() if body.failures:
+            return ev.FailureReported(node_id, link, call, body)
+        case m.WorkersDone():
+            return ev.DoneReported(node_id, link, call, body)
+        case m.Leave():
+            return ev.LeaveRequested(node_id, link, call, body.reason)
+        case DataMarked():
+            return ev.DataMarks(node_id, link, call, body)
+        case _ if isinstance(body, CheckpointCall):
+            return ev.CheckpointRequested(node_id, link, call, body)
+        case _:
+            return None
 
 
 def _refuse_unattached(link: Link, frame: m.Frame) -> None:

@@ -23,7 +23,8 @@ def tell(event: Event) -> str:
         case ev.NodeLost():
             return f"node rank {event.node_rank} is lost: {event.message}"
         case ev.NodeOrdered():
-            return f"node rank {event.node_rank} was ordered: {event.reason}"
+            after = f" after a pause of {event.pause_s:g} s" if event.pause_s else ""
+            return f"node rank {event.node_rank} is ordered{after}: {event.reason}"
         case ev.LeaseExpired():
             return f"the lease of lost node id {event.node_id} expired"
         case _:

@@ -17,6 +17,10 @@ WORKER_RESTARTS: dict[ExitReason, int] = {
 }
 """How often the world is re-formed for one class of failure before the job fails."""
 
+BUDGET_BACK_S = 6 * 3600.0
+"""This much training brings a whole budget of worker restarts back, except those of the program's
+own failures: a budget is to stop a job that comes to nothing, not one that goes on for months."""
+
 NODE_RELAUNCHES: dict[ExitReason, int] = {
     ExitReason.ERROR: 0,
     ExitReason.OOM: 3,
@@ -53,6 +57,10 @@ class JobSpec:
     lease_s: float = 60.0
     """An agent that cannot reach the master for this long holds its workers still, and only after
     this long may somebody else take the place of a whole world that went silent."""
+
+    hang_after_s: float | None = None
+    """A world without any step for this long hangs. None: the pauses of the job so far decide;
+    infinite: nobody looks."""
 
     reconnect_s: float = 0.3
     """How long an agent whose stream broke may take to come back before it counts as lost."""

@@ -55,6 +55,9 @@ class ExitReason(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
+OF_THE_PROGRAM = frozenset({ExitReason.ERROR, ExitReason.OOM, ExitReason.UNKNOWN})
+"""The program itself is the likely cause: `--max-restarts` counts these."""
+
 _OOM_CODES = frozenset({247})
 _HARDWARE_CODES = frozenset({14, 128, 201, 202})
 _ERROR_CODES = frozenset({1, 134, 139})

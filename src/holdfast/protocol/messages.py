@@ -209,7 +209,7 @@ class Beat(Message, frozen=True):
 
     round: int
     steps: Annotated[int, Meta(ge=0, le=2**53)]
-    """Optimizer steps finished by this node's workers in the round (the least of them)."""
+    """Steps of this node's workers in the round, by optimizer or report (the least of them)."""
     step: int
     """The step number the script reported, -1 if it does not."""
     first_step_ago_s: float

@@ -22,15 +22,21 @@ COMPACT_AFTER = 50_000
 class JobClock:
     """Job time: seconds that never go back and go on across master restarts."""
 
-    def __init__(self, entries: Sequence[Entry], wall_s: float) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        wall_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._base_s = 0.0
+        self._monotonic = monotonic
         if entries:
             last = entries[-1]
             self._base_s = last.at_s + max(0.0, wall_s - last.wall_s)
-        self._started_at = time.monotonic()
+        self._started_at = monotonic()
 
     def now(self) -> float:
-        return self._base_s + time.monotonic() - self._started_at
+        return self._base_s + self._monotonic() - self._started_at
 
 
 class Driver:

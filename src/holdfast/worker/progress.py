@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 CELL_BYTES = 64
 
-_STEPS, _REPORTED = 0, 3
+_STEPS, _REPORTED, _REPORTS = 0, 3, 5
 _FIRST_AT, _LAST_AT, _MAIN_AT = 1, 2, 4
 
 
@@ -29,6 +29,8 @@ class Progress(NamedTuple):
     """The step number the program itself reported; -1 when it reported none."""
     main_at: float
     """When the user's code began; 0.0 before."""
+    reports: int
+    """How many step numbers the program has reported."""
 
 
 class ProgressCell:
@@ -80,7 +82,9 @@ class ProgressCell:
         if self._times[_FIRST_AT] == 0.0:
             self._times[_FIRST_AT] = now
         self._times[_LAST_AT] = now
-        self._ints[_REPORTED] = step
+        if step != self._ints[_REPORTED]:
+            self._ints[_REPORTED] = step
+            self._ints[_REPORTS] += 1
 
     def read(self) -> Progress:
         return Progress(
@@ -89,6 +93,7 @@ class ProgressCell:
             last_step_at=self._times[_LAST_AT],
             reported_step=self._ints[_REPORTED],
             main_at=self._times[_MAIN_AT],
+            reports=self._ints[_REPORTS],
         )
 
     def close(self) -> None:

@@ -122,13 +122,6 @@ class Opener:
             ready.pin = pin
         return path
 
-    def complain(self, local_rank: int, version: Version, why: str) -> None:
-        """A rank could not make use of what it had opened."""
-        for (of_version, part), ready in self._ready.items():
-            if of_version == version and local_rank in ready.readers:
-                node_id = -1 if ready.kind == "storage" else self._means.node_id
-                self.bad.append(c.BadCopy(version, part, node_id, why))
-
     def close(self, local_rank: int, own_parts: Iterable[str]) -> None:
         """A rank has read what it opened, or will not any more."""
         for key, ready in list(self._ready.items()):

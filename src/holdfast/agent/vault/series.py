@@ -147,7 +147,10 @@ class SeriesKeeper:
         if ask.round < self._round:
             raise FencedError(f"round {ask.round} is over: round {self._round} has begun")
         if ask.problem:
-            self._opener.complain(ask.local_rank, ask.tried, ask.problem)
+            # No copy is blamed for it: those that are bad were found when they were opened.
+            self._means.say(
+                f"local rank {ask.local_rank} cannot restore step {ask.tried.step}: {ask.problem}"
+            )
         answer: _Asked = asyncio.get_running_loop().create_future()
         turn = self._meeting.ask(answer, ask)
         if turn is not None:

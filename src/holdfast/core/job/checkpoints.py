@@ -121,7 +121,7 @@ class Checkpoints:
         answer: m.Answer | None = None
         if isinstance(
             body, c.NodeRestore | c.PersistAsk | c.PeersAsk | c.Replicated | c.CopyFailed
-        ) and not self._crew.is_current(event.node_id, body.round):
+        ) and not (self._crew.is_current(event.node_id, body.round) or self._is_awaited(body)):
             answer = m.Refused("stale", f"round {body.round} is over")
         else:
             match body:
@@ -152,6 +152,12 @@ class Checkpoints:
                     assert_never(body)
         if answer is not None:
             out.commands.append(Reply(event.link, event.call, answer))
+
+    def _is_awaited(self, body: c.CheckpointCall) -> bool:
+        """Whether an attempt waits for a node that asks again, after its round, what to write."""
+        if not isinstance(body, c.PersistAsk):
+            return False
+        return body.version in self._of(body.directory).attempts.versions()
 
     def _peers(self, node_id: NodeId, body: c.PeersAsk) -> c.Peers:
         ring = self._crew.ring

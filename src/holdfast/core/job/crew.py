@@ -67,8 +67,11 @@ class Crew:
         self._known.pop(node_id, None)
 
     def is_current(self, node_id: NodeId, round_number: int) -> bool:
-        """Whether a node speaks of the present round, and is part of it."""
-        return round_number == self.round and node_id in self.index
+        """Whether a node speaks of the present round, and is part of it.
+
+        A node that has said it leaves may still ask for something: nobody would see it through.
+        """
+        return round_number == self.round and node_id in self.index and node_id in self._known
 
     def outsiders(self) -> list[NodeId]:
         """Nodes that are there and have no place in the world."""

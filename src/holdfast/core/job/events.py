@@ -190,11 +190,12 @@ class GenerationRaised(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodeOrdered(Event):
-    """A node was ordered from the platform."""
+    """A node is ordered from the platform, after a pause if its rank keeps failing."""
 
     node_id: NodeId
     node_rank: NodeRank
     reason: str
+    pause_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ class LeaseExpired(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorldHurt(Event):
-    """A worker of the present round failed, or one of its nodes was lost."""
+    """A worker of the present round failed, one of its nodes was lost, or all of it hangs."""
 
     round: Round
     reason: ExitReason
@@ -320,6 +321,14 @@ class JobFinished(Event):
     reason: str
     cause: m.FailureInfo | None
     cause_node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStepMade(Event):
+    """A world trains: one of its nodes has made a step, at this job time."""
+
+    round: Round
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.checkpoints import Checkpoints
+from holdfast.core.job.hangs import Hangs
 from holdfast.core.job.liveness import Liveness
 from holdfast.core.job.nodes import Nodes
 from holdfast.core.job.progress import Progress
@@ -49,6 +50,7 @@ class JobCore:
     checkpoints: Checkpoints
     tallies: Tallies
     shards: Shards
+    hangs: Hangs
 
     def view(self, now: float) -> dict[str, object]:
         """The state of the job as people and tools see it."""
@@ -68,21 +70,22 @@ def build(spec: JobSpec, job: str) -> JobCore:
     """Create the machines and connect them."""
     nodes, liveness, rendezvous = Nodes(spec, job), Liveness(spec), Rendezvous()
     sync, verdicts, progress, checkpoints = Sync(), Verdicts(spec), Progress(), Checkpoints()
-    tallies, shards = Tallies(), Shards()
-    machines = (nodes, liveness, rendezvous, sync, verdicts, progress, checkpoints, tallies, shards)
+    tallies, shards, hangs = Tallies(), Shards(), Hangs(spec)
+    ledgers = (checkpoints, tallies, shards)
+    machines = (nodes, liveness, rendezvous, sync, verdicts, progress, *ledgers, hangs)
     core = Core(machines)
 
     # Inputs.
     core.route(ev.MasterStarted, checkpoints, rendezvous, nodes, verdicts, shards)
     core.route(ev.AttachRequested, nodes)
-    core.route(ev.NodeAbsent, liveness, rendezvous, sync, checkpoints, shards)
+    core.route(ev.NodeAbsent, liveness, rendezvous, sync, checkpoints, shards, hangs)
     core.route(ev.LeaveRequested, nodes)
-    core.route(ev.BeatReceived, liveness, progress, tallies)
+    core.route(ev.BeatReceived, liveness, progress, tallies, hangs)
     core.route(ev.StartReported, progress, rendezvous)
     core.route(ev.StoreOffered, rendezvous)
     core.route(ev.NodeWarmed, rendezvous)
     core.route(ev.FailureReported, rendezvous)
-    core.route(ev.DoneReported, rendezvous)
+    core.route(ev.DoneReported, rendezvous, hangs)
     core.route(ev.KvRequested, sync)
     core.route(ev.CheckpointRequested, checkpoints)
     core.route(ev.DataRequested, shards)
@@ -92,24 +95,25 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.StopRequested, verdicts)
 
     # Facts.
-    core.route(ev.JobOpened, rendezvous, verdicts, progress)
+    core.route(ev.JobOpened, rendezvous, verdicts, progress, hangs)
     core.route(ev.GenerationRaised, nodes)
     core.route(ev.NodeExpected, liveness, sync, rendezvous, checkpoints)
-    core.route(ev.NodeReady, liveness, sync, rendezvous, checkpoints, shards)
+    core.route(ev.NodeReady, liveness, sync, rendezvous, checkpoints, shards, hangs)
     # Several may go silent at once: nothing is built on the next when the first is lost.
     core.route(ev.NodeSilent, nodes, rendezvous, checkpoints)
     # Nobody waits for it, and its work goes back, before a world forms without it.
     core.route(ev.NodeLost, tallies, liveness, sync, shards, checkpoints, rendezvous)
     core.route(ev.LeaseExpired, nodes, liveness, rendezvous)
     core.route(ev.WorldHurt, verdicts)
-    core.route(ev.WorldBroken, progress, checkpoints, rendezvous)  # progress times the stages
-    core.route(ev.WorldFormed, nodes, sync, progress, checkpoints, tallies, shards)
-    core.route(ev.WorldFound, checkpoints, tallies, shards)
-    core.route(ev.WorldStarted, progress)
+    core.route(ev.WorldBroken, progress, hangs, checkpoints, rendezvous)  # progress: the stages
+    core.route(ev.WorldFormed, nodes, sync, progress, checkpoints, tallies, shards, hangs)
+    core.route(ev.WorldFound, checkpoints, tallies, shards, hangs)
+    core.route(ev.WorldStarted, progress, verdicts)
+    core.route(ev.FirstStepMade, verdicts)  # what training brings back of the budgets
     core.route(ev.WorldDone, checkpoints)  # the end waits for what is on its way to storage
     core.route(ev.WorkSettled, verdicts)
     core.route(ev.WorldImpossible, verdicts)
-    core.route(ev.JobFinished, nodes, rendezvous, progress, checkpoints)
+    core.route(ev.JobFinished, nodes, rendezvous, progress, checkpoints, hangs)
     core.route(ev.AttemptFailed, tallies)
     core.route(ev.CheckpointCommitted, tallies)
     core.route(ev.RestoreAgreed, shards)  # the data goes back with the model
@@ -131,7 +135,8 @@ def _own_records(job: JobCore) -> None:
     core.own(job.rendezvous, rec.GenerationSet, rec.WorldAgreed, rec.RoundBroken, rec.NodeDone)
     core.own(job.sync, rec.KvChanged, rec.KvDropped, rec.QueueChanged, rec.SessionRemembered)
     core.own(job.sync, rec.BarrierReleased, rec.ScopesDropped)
-    core.own(job.verdicts, rec.RestartCounted, rec.JobClosed)
+    core.own(job.verdicts, rec.RestartCounted, rec.TrainingBegan, rec.JobClosed)
+    core.own(job.hangs, rec.PatienceSet)
     core.own(job.progress, rec.TimeSpent, rec.StepsSeen, rec.StageEntered, rec.IncidentNoted)
     core.own(job.checkpoints, rec.CheckpointCommitted, rec.LineageSet, rec.VersionPositioned)
     core.own(job.shards, rec.DatasetRegistered, rec.ShardsListed, rec.ShardsLeased)

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who stands ready for the next world. Nothing here is durable: it is rebuilt as agents attach."""
+"""Who stands ready for the next world, and who may still compute in one that is over.
 
-from collections.abc import Container, Iterable
+Nothing here is durable: it is rebuilt as agents attach. Only the worlds that may still compute come
+from the record of the present world, as they were when that was agreed.
+"""
+
+from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
@@ -19,15 +23,15 @@ class Muster:
         self.absent: set[NodeId] = set()
         #: Ready, but their workers would start cold: a healthy world is not stopped for them yet.
         self.cold: set[NodeId] = set()
-        #: Nodes of the last world that went silent and whose leases still run.
-        self.leased: set[NodeId] = set()
+        #: Nodes that went silent and whose leases still run: they may not be dead at all.
+        self._leased: set[NodeId] = set()
         #: Worlds that were replaced, and that nobody has been seen to leave.
         self._unstopped: list[frozenset[NodeId]] = []
 
     def arrived(self, member: Member, *, is_cold: bool) -> None:
         self.ready[member.node_id] = member
         self.absent.discard(member.node_id)
-        self.leased.discard(member.node_id)
+        self._leased.discard(member.node_id)
         if is_cold:
             self.cold.add(member.node_id)
         else:
@@ -39,26 +43,46 @@ class Muster:
             self.absent.add(node_id)
             self.cold.discard(node_id)
 
-    def lost(self, node_id: NodeId) -> None:
+    def lost(self, node_id: NodeId, *, proven: bool) -> None:
         self.ready.pop(node_id, None)
         self.absent.discard(node_id)
         self.cold.discard(node_id)
-
-    def replaced(self, world: Iterable[NodeId]) -> None:
-        """A world is replaced; until one of its nodes has left it, it may still be computing."""
-        may_compute = self.ready.keys() | self.absent | self.leased
-        nodes = frozenset(world)
-        if nodes and nodes <= may_compute:
-            self._unstopped.append(nodes)
+        if proven:
+            self.stopped(node_id)
+        else:
+            self._leased.add(node_id)
 
     def stopped(self, node_id: NodeId) -> None:
         """The node computes in no world that was replaced: those cannot go on without it."""
-        self.leased.discard(node_id)
+        self._leased.discard(node_id)
         self._unstopped = [world for world in self._unstopped if node_id not in world]
 
+    def unstopped_with(self, world: Iterable[NodeId]) -> tuple[tuple[NodeId, ...], ...]:
+        """Worlds that may compute when this one is replaced, until a node is seen to leave them."""
+        may_compute = self.ready.keys() | self.absent | self._leased
+        worlds = dict.fromkeys([*self._unstopped, frozenset(world)])
+        return tuple(tuple(sorted(nodes)) for nodes in worlds if nodes and nodes <= may_compute)
+
+    def set_unstopped(self, worlds: Iterable[Iterable[int]]) -> None:
+        """What was known when the present world was agreed."""
+        self._unstopped = [frozenset(map(NodeId, world)) for world in worlds]
+
+    def is_leased(self, world: Collection[NodeId]) -> bool:
+        """Whether nobody of the world is here, and somebody of it may not be dead."""
+        if not self._leased or any(node_id in self.ready for node_id in world):
+            return False
+        return any(node_id in self._leased for node_id in world)
+
     def has_unstopped(self) -> bool:
-        """Whether a world may still compute of which nobody is here to be told."""
-        return any(world.isdisjoint(self.ready) for world in self._unstopped)
+        """Whether a world may still compute of which nobody is here to be told.
+
+        It takes all its nodes to compute: it is over if one of them is neither here nor expected
+        nor under a lease, as a restarted master may find.
+        """
+        return any(
+            all(node_id in self.absent or node_id in self._leased for node_id in world)
+            for world in self._unstopped
+        )
 
     def set_ports(
         self, node_id: NodeId, *, store_port: int | None = None, hosted_port: int | None = None
@@ -83,14 +107,17 @@ class Muster:
         """Whether no larger world could ever form."""
         return size == rules.max_nodes - rules.max_nodes % rules.node_unit
 
-    def choose(self, size: int, *, growing: bool, world: Container[NodeId]) -> list[Member]:
+    def choose(self, size: int, *, growing: bool, world: Iterable[NodeId]) -> list[Member]:
         """The members of the next world, in order.
 
-        When a healthy world grows its members come first, so that a newcomer never pushes one out,
-        and the cold stay where they are.
+        Who may still compute comes first. Nobody steps in the next world before such a member has
+        left the one before: even if it is out of reach by now, and nobody has noticed. So a
+        newcomer never pushes a member out; and when a healthy world grows, the cold stay where
+        they are.
         """
+        may_compute = frozenset(world).union(*self._unstopped)
         candidates = sorted(
             (m for m in self.ready.values() if not (growing and m.node_id in self.cold)),
-            key=lambda member: (growing and member.node_id not in world, member.node_rank),
+            key=lambda member: (member.node_id not in may_compute, member.node_rank),
         )
         return in_order(candidates[:size])

@@ -97,11 +97,13 @@ class NodeTable:
             del self.live_by_rank[node.node_rank]
             self.rank_hint = min(self.rank_hint, node.node_rank)
         # Of an ended node only its key matters: whoever still uses it must be turned away. An older
-        # one is recognised by the incarnation it brings, so one ended node per rank is enough.
-        older = self.ended_by_rank.get(node.node_rank)
-        if older is not None and older != node.node_id:
+        # one is recognised by the incarnation it brings, so one ended node per rank is enough;
+        # unless an older one may still run.
+        known = self.ended_by_rank.get(node.node_rank, node.node_id)
+        older, newest = sorted((known, node.node_id))
+        self.ended_by_rank[node.node_rank] = newest
+        if older != newest and self.nodes[older].proven:
             self.by_key.pop(self.nodes.pop(older).agent_key, None)
-        self.ended_by_rank[node.node_rank] = node.node_id
 
     def snapshot(self) -> Iterable[Record]:
         if self.rules is not None:

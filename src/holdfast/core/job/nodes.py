@@ -3,6 +3,10 @@
 
 Two agents may claim one node rank: a relaunched pod and its predecessor, or a node started twice.
 The newer incarnation wins; the older is told so and stops (it is *fenced*).
+
+A node that the platform could not start says nothing about the job: it uses up no budget. Its rank
+is launched again, with longer and longer pauses, for as long as the job lasts; a job that gets no
+world for want of nodes ends after `join_timeout_s`.
 """
 
 from collections.abc import Iterable
@@ -10,12 +14,13 @@ from collections.abc import Iterable
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Bind, Drop, LaunchNode, Push, RemoveNode, Reply
+from holdfast.core.job.launch_queue import LaunchQueue
 from holdfast.core.job.node_table import NodeState, NodeTable
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, commit
+from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
 from holdfast.model.errors import UsageError
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
-from holdfast.model.node import ExitReason, Phase
+from holdfast.model.node import OF_THE_PROGRAM, ExitReason, Phase
 from holdfast.model.world import Member
 from holdfast.protocol import messages as m
 
@@ -30,6 +35,7 @@ class Nodes:
         self._spec = spec
         self._job = job
         self._table = NodeTable()
+        self._launches = LaunchQueue()
         self._ended: ev.JobFinished | None = None
         #: Volatile: what the agents are told when they attach.
         self._generation = 0
@@ -40,13 +46,14 @@ class Nodes:
     def handle(self, event: Event, now: float) -> Outcome:
         match event:
             case ev.AttachRequested():
-                return self._attach(event)
+                return self._attach(event, now)
             case ev.NodeSilent():
-                return self._lose(event.node_id, ExitReason.LOST, event.reason, proven=False)
+                return self._lose(event.node_id, ExitReason.LOST, event.reason, now, proven=False)
             case ev.NodeSeen():
-                return self._seen(event)
+                return self._seen(event, now)
             case ev.LeaveRequested():
-                outcome = self._lose(event.node_id, ExitReason.KILLED, event.reason, proven=True)
+                why = event.reason
+                outcome = self._lose(event.node_id, ExitReason.KILLED, why, now, proven=True)
                 outcome.commands.append(Reply(event.link, event.call, m.Done()))
                 return outcome
             case ev.LeaseExpired():
@@ -56,15 +63,18 @@ class Nodes:
             case ev.WorldFormed():
                 self._round, self._generation = event.world.round, event.world.generation
             case ev.MasterStarted():
-                return self._start()
+                return self._start(now)
+            case Tick():
+                return self._launch_due(now)
             case ev.JobFinished():
                 self._ended = event
+                self._launches.clear()
         return NOTHING
 
     def deadline(self) -> float | None:
-        return None
+        return self._launches.deadline()
 
-    def _start(self) -> Outcome:
+    def _start(self, now: float) -> Outcome:
         """Order what a managed job needs; order again what was ordered and never seen."""
         outcome = Outcome()
         if self._table.rules is not None:
@@ -72,7 +82,7 @@ class Nodes:
         elif self._spec.managed:
             self._open(outcome, rules_of(self._spec))
             for rank in range(self._spec.max_nodes + self._spec.spare_nodes):
-                self._order(outcome, NodeRank(rank), "the job starts")
+                self._order(outcome, NodeRank(rank), "the job starts", now)
             return outcome
         for node in self._table.nodes.values():
             if node.phase is Phase.RUNNING and node.agent_key:
@@ -90,57 +100,47 @@ class Nodes:
         commit(self, outcome, rec.RulesSet(rules))
         outcome.facts.append(ev.JobOpened(rules))
 
-    def _order(self, outcome: Outcome, rank: NodeRank, reason: str) -> None:
+    def _order(
+        self, outcome: Outcome, rank: NodeRank, reason: str, now: float, pause_s: float = 0.0
+    ) -> None:
         node_id = NodeId(self._table.next_node_id)
         commit(self, outcome, rec.NodePlanned(node_id, rank))
-        outcome.commands.append(LaunchNode(node_id, rank))
-        outcome.facts.append(ev.NodeOrdered(node_id, rank, reason))
+        outcome.facts.append(ev.NodeOrdered(node_id, rank, reason, pause_s))
+        self._launches.put(node_id, now + pause_s)
+        outcome.add(self._launch_due(now))
 
-    def _attach(self, event: ev.AttachRequested) -> Outcome:
+    def _launch_due(self, now: float) -> Outcome:
+        outcome = Outcome()
+        for node_id in self._launches.take_due(now):
+            node = self._table.nodes.get(node_id)
+            if node is not None and node.phase is Phase.INITIAL:
+                outcome.commands.append(LaunchNode(node_id, node.node_rank))
+        return outcome
+
+    def _attach(self, event: ev.AttachRequested, now: float) -> Outcome:
         attach, outcome = event.attach, Outcome()
-        refusal = self._refusal(attach)
+        refusal = _refusal(attach, self._table, managed=self._spec.managed)
         if refusal is not None:
             outcome.commands.append(Reply(event.link, event.call, refusal))
             return outcome
         if self._table.rules is None:
             self._open(outcome, attach.rules)
         known = self._table.by_key.get(attach.agent_key)
-        node = self._table.nodes[known] if known is not None else self._admit(outcome, attach)
+        node = self._table.nodes[known] if known is not None else self._admit(outcome, attach, now)
+        self._launches.ready(node.node_rank, now)
         outcome.commands.append(Bind(node.node_id, event.link))
         outcome.commands.append(Reply(event.link, event.call, self._welcome(node)))
         if self._ended is not None:
             outcome.commands.append(Push(node.node_id, _farewell(self._ended)))
             return outcome
-        member = Member(
-            node_id=node.node_id,
-            incarnation=node.incarnation,
-            node_rank=node.node_rank,
-            nproc=attach.nproc,
-            host=attach.host,
-            store_port=attach.store_port,
-            hosted_port=attach.hosted_port,
-            topology=attach.topology,
-            peer_port=attach.peer_port,
-            peer_certificate=attach.peer_certificate,
-        )
+        member = _member(node, attach)
         fact = ev.NodeReady(
             member, Round(attach.round), returned=known is not None, cold=attach.cold
         )
         outcome.facts.append(fact)
         return outcome
 
-    def _refusal(self, attach: m.Attach) -> m.Refused | None:
-        """Why this agent cannot be let in; None if it can."""
-        if self._table.rules is not None and attach.rules != self._table.rules:
-            return m.Refused("usage", _differing(self._table.rules, attach.rules))
-        if not 1 <= attach.nproc <= NPROC_MAX:
-            bound = "needs at least 1 worker" if attach.nproc < 1 else f"has at most {NPROC_MAX}"
-            return m.Refused("usage", f"a node {bound}, not {attach.nproc}")
-        if self._table.rules is None and (impossible := _impossible(attach.rules)):
-            return m.Refused("usage", impossible)
-        return _fenced(attach, self._table, managed=self._spec.managed)
-
-    def _admit(self, outcome: Outcome, attach: m.Attach) -> NodeState:
+    def _admit(self, outcome: Outcome, attach: m.Attach, now: float) -> NodeState:
         """Give a new agent process its identity, and fence whoever had its rank."""
         if attach.node_id >= 0:
             node_id = NodeId(attach.node_id)
@@ -153,7 +153,9 @@ class Nodes:
             why = f"a newer agent has taken the place of node rank {rank}"
             outcome.commands.append(Push(older, m.Fenced(why)))
             if older != node_id:
-                outcome.add(self._lose(older, ExitReason.KILLED, why, proven=False, relaunch=False))
+                outcome.add(
+                    self._lose(older, ExitReason.KILLED, why, now, proven=False, relaunch=False)
+                )
             else:
                 outcome.commands.append(Drop(older))
                 outcome.facts.append(ev.NodeLost(older, rank, ExitReason.KILLED, why, proven=False))
@@ -184,7 +186,7 @@ class Nodes:
             round=self._round,
         )
 
-    def _seen(self, event: ev.NodeSeen) -> Outcome:
+    def _seen(self, event: ev.NodeSeen, now: float) -> Outcome:
         node = self._table.nodes.get(event.node_id)
         if node is not None and not node.proven and event.phase.is_final:
             return Outcome(facts=[ev.LeaseExpired(node.node_id)])
@@ -201,6 +203,7 @@ class Nodes:
             node.node_id,
             reason,
             event.message or f"the platform reports it as {event.phase}",
+            now,
             proven=True,
             relaunch=not ended_well,
             phase=event.phase,
@@ -211,6 +214,7 @@ class Nodes:
         node_id: NodeId,
         reason: ExitReason,
         message: str,
+        now: float,
         *,
         proven: bool,
         relaunch: bool = True,
@@ -220,6 +224,7 @@ class Nodes:
         outcome = Outcome()
         if node is None or node.phase.is_final:
             return outcome
+        has_run = node.phase is Phase.RUNNING
         commit(self, outcome, rec.NodePhaseChanged(node_id, phase, reason, message, proven))
         outcome.facts.append(ev.NodeLost(node_id, node.node_rank, reason, message, proven))
         if not proven:
@@ -229,7 +234,9 @@ class Nodes:
             if not proven:
                 outcome.commands.append(RemoveNode(node_id))
             if relaunch:
-                self._replace(outcome, node.node_rank, reason)
+                # What the program itself did wrong counts, even if nobody saw it run.
+                counts = has_run or reason in OF_THE_PROGRAM
+                self._replace(outcome, node.node_rank, reason, now, counts=counts)
             self._check_minimum(outcome, node.node_rank, reason)
         return outcome
 
@@ -240,12 +247,16 @@ class Nodes:
             commit(self, outcome, rec.NodePhaseChanged(node_id, node.phase))
         return outcome
 
-    def _replace(self, outcome: Outcome, rank: NodeRank, reason: ExitReason) -> None:
-        used = self._table.relaunches.get((rank, reason), 0)
-        if used >= self._spec.node_relaunches[reason]:
-            return
-        commit(self, outcome, rec.RelaunchCounted(rank, reason))
-        self._order(outcome, rank, f"node rank {rank} was lost ({reason})")
+    def _replace(
+        self, outcome: Outcome, rank: NodeRank, reason: ExitReason, now: float, *, counts: bool
+    ) -> None:
+        if counts:
+            used = self._table.relaunches.get((rank, reason), 0)
+            if used >= self._spec.node_relaunches[reason]:
+                return
+            commit(self, outcome, rec.RelaunchCounted(rank, reason))
+        pause_s = self._launches.pause_s(rank, now)
+        self._order(outcome, rank, f"node rank {rank} was lost ({reason})", now, pause_s)
 
     def _check_minimum(self, outcome: Outcome, rank: NodeRank, reason: ExitReason) -> None:
         left = len(self._table.live_by_rank)
@@ -278,6 +289,18 @@ def rules_of(spec: JobSpec) -> m.JobRules:
         join_timeout_s=spec.join_timeout_s,
         max_restarts=spec.worker_restarts[ExitReason.ERROR],
     )
+
+
+def _refusal(attach: m.Attach, table: NodeTable, *, managed: bool) -> m.Refused | None:
+    """Why this agent cannot be let in; None if it can."""
+    if table.rules is not None and attach.rules != table.rules:
+        return m.Refused("usage", _differing(table.rules, attach.rules))
+    if not 1 <= attach.nproc <= NPROC_MAX:
+        bound = "needs at least 1 worker" if attach.nproc < 1 else f"has at most {NPROC_MAX}"
+        return m.Refused("usage", f"a node {bound}, not {attach.nproc}")
+    if table.rules is None and (impossible := _impossible(attach.rules)):
+        return m.Refused("usage", impossible)
+    return _fenced(attach, table, managed=managed)
 
 
 def _differing(ours: m.JobRules, theirs: m.JobRules) -> str:
@@ -324,6 +347,21 @@ def _fenced(attach: m.Attach, table: NodeTable, *, managed: bool) -> m.Refused |
         if ordered is None or ordered.phase.is_final:
             return m.Refused("fenced", f"node id {attach.node_id} is no longer wanted")
     return None
+
+
+def _member(node: NodeState, attach: m.Attach) -> Member:
+    return Member(
+        node_id=node.node_id,
+        incarnation=node.incarnation,
+        node_rank=node.node_rank,
+        nproc=attach.nproc,
+        host=attach.host,
+        store_port=attach.store_port,
+        hosted_port=attach.hosted_port,
+        topology=attach.topology,
+        peer_port=attach.peer_port,
+        peer_certificate=attach.peer_certificate,
+    )
 
 
 def _farewell(end: ev.JobFinished) -> m.JobEnded:

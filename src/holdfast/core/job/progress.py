@@ -87,7 +87,9 @@ class Progress:
             heard.first_step_at = max(0.0, now - beat.first_step_ago_s)
         outcome = Outcome()
         if self._use in (Use.RESTORE, Use.RESTART) and heard.first_step_at >= 0:
-            outcome.add(self._enter(Use.PRODUCTIVE, max(heard.first_step_at, self._until or 0.0)))
+            at = max(heard.first_step_at, self._until or 0.0)
+            outcome.add(self._enter(Use.PRODUCTIVE, at))
+            outcome.facts.append(ev.FirstStepMade(self._round, at))
         if beat.step >= 0:
             if heard.step < 0:
                 self._count_loss(outcome, first_step=beat.step - beat.steps + 1)

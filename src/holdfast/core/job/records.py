@@ -70,6 +70,16 @@ class RestartCounted(Record, frozen=True):
 
     reason: str
     count: int = 1
+    back: float = 0.0
+    """Units of it that came back by training since the last time."""
+    trained_s: float = 0.0
+    """How long the job had trained by then, in all."""
+
+
+class TrainingBegan(Record, frozen=True):
+    """The first step of a world was made, at this job time; -1 in the snapshot of a broken one."""
+
+    at_s: float = -1.0
 
 
 class WorldAgreed(Record, frozen=True):
@@ -78,6 +88,9 @@ class WorldAgreed(Record, frozen=True):
     planned: bool = False
     restarts: int = 0
     """How many worlds of this job failed before this one."""
+    unstopped: tuple[tuple[int, ...], ...] = ()
+    """The nodes of each replaced world that may still have been computing, as nobody was seen to
+    have left it."""
 
 
 class RoundBroken(Record, frozen=True):
@@ -193,6 +206,20 @@ class IncidentNoted(Record, frozen=True):
     restore_s: float = -1.0
     estimated: bool = False
     """True while the last step before the incident is only known from a beat."""
+
+
+class PatienceSet(Record, frozen=True):
+    """How long the job may go without a step before it counts as hung, and what that is from."""
+
+    first_step_at: float = -1.0
+    longest_pause_s: float = 0.0
+    """Between two steps, ended by itself."""
+    allowed_s: float = 0.0
+    """At the place of the last hang; 0 when the job has come past it."""
+    hung_step: int = -1
+    """The last step before it by the script's own count, -1 if it has none."""
+    hung_after: int = 0
+    """How many steps of the round came before it."""
 
 
 class CheckpointCommitted(Record, frozen=True):
@@ -351,6 +378,7 @@ AnyRecord = (
     | CountersSet
     | RelaunchCounted
     | RestartCounted
+    | TrainingBegan
     | WorldAgreed
     | RoundBroken
     | NodeDone
@@ -365,6 +393,7 @@ AnyRecord = (
     | StepsSeen
     | StageEntered
     | IncidentNoted
+    | PatienceSet
     | CheckpointCommitted
     | LineageSet
     | VersionPositioned

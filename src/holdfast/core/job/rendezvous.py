@@ -10,7 +10,8 @@ The rules, in the order in which they are asked:
 3. A running world is replaced when it breaks, or, if it is healthy, when a larger one is possible
    with nodes whose workers start warm: it is not stopped to wait for somebody's imports.
 4. A world none of whose nodes is left may still be computing behind a network partition: its
-   successor waits until those nodes are proven dead or their leases have expired.
+   successor waits until those nodes are proven dead or their leases have expired. If some are left,
+   they have the first places in the successor, which cannot go on before they have left the other.
 
 A world is agreed once and pushed; whoever missed the push gets it again when it returns.
 """
@@ -119,13 +120,10 @@ class Rendezvous:
         return outcome
 
     def _node_lost(self, event: ev.NodeLost, now: float) -> Outcome:
-        self._muster.lost(event.node_id)
-        if event.proven:
-            self._muster.stopped(event.node_id)
-        if event.node_id not in self._state.index or event.node_id in self._state.done:
+        is_done = event.node_id in self._state.done
+        self._muster.lost(event.node_id, proven=event.proven or is_done)
+        if event.node_id not in self._state.index or is_done:
             return self._form(now)
-        if not event.proven:
-            self._muster.leased.add(event.node_id)
         outcome = Outcome()
         if not self._state.broken:
             self._hurt = True
@@ -158,19 +156,21 @@ class Rendezvous:
     ) -> Outcome:
         """Only what is said of the present round counts; a late report is acknowledged, no more."""
         outcome = Outcome()
-        current = event.report.round == self._state.round and event.node_id in self._state.index
+        is_present = event.report.round == self._state.round and not self._state.broken
+        current = is_present and event.node_id in self._state.index
+        if current:
+            self._muster.stopped(event.node_id)
         if isinstance(event, ev.StartReported):
             self._muster.set_ports(event.node_id, store_port=event.report.store_port)
-            if current and not self._state.broken:
+            if current:
                 self._started.add(event.node_id)
-                self._muster.stopped(event.node_id)
                 if len(self._started) == len(self._state.index):
                     outcome.facts.append(ev.WorldStarted(self._state.round, event.report.how))
-        elif isinstance(event, ev.DoneReported) and current and not self._state.broken:
+        elif isinstance(event, ev.DoneReported) and current:
             commit(self, outcome, rec.NodeDone(event.node_id, self._state.round))
             if len(self._state.done) == len(self._state.index):
                 outcome.facts.append(ev.WorldDone(self._state.round))
-        elif isinstance(event, ev.FailureReported) and current and not self._state.broken:
+        elif isinstance(event, ev.FailureReported) and current:
             outcome.facts.append(_hurt_by(event, self._state))
         outcome.commands.append(Reply(event.link, event.call, m.Done()))
         return outcome
@@ -211,9 +211,7 @@ class Rendezvous:
             return self._hurt or size <= len(self._state.index) or bool(self._state.done)
         # Rule 4: a world that lost all its nodes may not be dead at all, and neither may one before
         # it whose last node went silent before it was told of the next.
-        ready = self._muster.ready
-        is_leased = bool(self._muster.leased) and not any(n in ready for n in self._state.index)
-        return is_leased or self._muster.has_unstopped()
+        return self._muster.is_leased(self._state.index) or self._muster.has_unstopped()
 
     def _is_complete(self, rules: m.JobRules, size: int, *, growing: bool) -> bool:
         """Whether nobody who is expected is missing."""
@@ -224,8 +222,8 @@ class Rendezvous:
         return self._state.round > 0 and nobody_absent and not growing
 
     def _agree(self, size: int, *, planned: bool) -> Outcome:
-        chosen = self._muster.choose(size, growing=planned, world=self._state.index)
-        self._muster.replaced(self._state.index)
+        before = self._state.index
+        chosen = self._muster.choose(size, growing=planned, world=before)
         outcome = Outcome()
         commit(
             self,
@@ -239,6 +237,7 @@ class Rendezvous:
                 self._next_why,
                 planned,
                 self._state.restarts + (self._state.round > 0 and not planned),
+                self._muster.unstopped_with(before),
             ),
         )
         world = self._state.world
@@ -250,6 +249,9 @@ class Rendezvous:
         for member in world.members:
             run = self._state.run_world(member.node_id)
             outcome.commands.append(Push(member.node_id, run))
+        for node_id in before:
+            if node_id in self._muster.ready and node_id not in self._state.index:
+                outcome.commands.append(Push(node_id, self._state.stop_work()))
         return outcome
 
     def deadline(self) -> float | None:
@@ -268,7 +270,7 @@ class Rendezvous:
         match record:
             case rec.WorldAgreed():
                 self._started.clear()
-                self._muster.leased.clear()
+                self._muster.set_unstopped(record.unstopped)
                 self._hurt = False
             case rec.RoundBroken():
                 self._next_why = record.reason

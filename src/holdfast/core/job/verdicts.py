@@ -3,21 +3,34 @@
 
 Each class of failure has a budget of its own: a node that is preempted a hundred times a week must
 not use up the patience meant for a bug, and a bug must not be retried a hundred times.
+
+What the job trains brings budgets back, the whole of each in `BUDGET_BACK_S`: thousands of nodes
+lose one every half hour, for months. A job that comes to no step gets nothing back, and what
+`--max-restarts` counts never comes back.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import FinishJob, Reply
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, commit
 from holdfast.model.ids import Round
-from holdfast.model.job import JobSpec
-from holdfast.model.node import ExitReason
+from holdfast.model.job import BUDGET_BACK_S, JobSpec
+from holdfast.model.node import OF_THE_PROGRAM, ExitReason
 from holdfast.protocol import messages as m
 
-_OF_THE_PROGRAM = frozenset({ExitReason.ERROR, ExitReason.OOM, ExitReason.UNKNOWN})
-"""Failures that `--max-restarts` counts: the program itself is the likely cause."""
+
+@dataclass(slots=True)
+class _Budget:
+    """Of one class of failure."""
+
+    count: int = 0
+    back: float = 0.0
+    """Units that training brought back, of those counted."""
+    trained_s: float = 0.0
+    """How long the job had trained when the last one was counted."""
 
 
 class Verdicts:
@@ -26,15 +39,29 @@ class Verdicts:
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
         self._rules: m.JobRules | None = None
-        self._used: dict[ExitReason, int] = {}
+        # Durable.
+        self._budgets: dict[ExitReason, _Budget] = {}
         self._closed: rec.JobClosed | None = None
+        #: How long worlds that broke had trained, and since when the present one does (-1: not).
+        self._trained_s = 0.0
+        self._trains_since = -1.0
+        self._has_stepped = False
+        # Volatile.
+        #: When the workers of the present world ran: counts for scripts that report no steps.
+        self._runs_since = -1.0
         #: Of nodes lost in one step the first breaks the round, and the others only follow.
         self._judged = Round(0)
 
     def handle(self, event: Event, now: float) -> Outcome:
         match event:
             case ev.WorldHurt():
-                return self._judge(event)
+                return self._judge(event, now)
+            case ev.FirstStepMade() if not self._has_stepped or self._trains_since < 0:
+                outcome = Outcome()
+                commit(self, outcome, rec.TrainingBegan(event.at_s))
+                return outcome
+            case ev.WorldStarted() if self._runs_since < 0:
+                self._runs_since = now
             case ev.WorkSettled():
                 return self._end(ok=True, reason="every worker finished")
             case ev.WorldImpossible():
@@ -52,14 +79,17 @@ class Verdicts:
     def deadline(self) -> float | None:
         return None
 
-    def _judge(self, event: ev.WorldHurt) -> Outcome:
+    def _judge(self, event: ev.WorldHurt, now: float) -> Outcome:
         if self._closed is not None or event.round <= self._judged:
             return NOTHING
         self._judged = event.round
-        used, limit = self._used.get(event.reason, 0), self._limit(event.reason)
-        if used >= limit:
-            times = "time" if limit == 1 else "times"
-            allowed = f"it may be restarted {limit} {times} for the reason {event.reason!s}"
+        limit, budget = self._limit(event.reason), self._budgets.get(event.reason, _Budget())
+        trained_s = self._trained_until(now - max(0.0, event.last_step_ago_s))
+        used, back = budget.count - budget.back, 0.0
+        if event.reason not in OF_THE_PROGRAM:
+            back = min(used, (trained_s - budget.trained_s) * limit / BUDGET_BACK_S)
+        if used - back > limit - 1:
+            allowed = _allowed(event.reason, limit)
             return self._end(
                 ok=False,
                 reason=f"{event.message}; {allowed}" if limit else event.message,
@@ -67,16 +97,23 @@ class Verdicts:
                 node_rank=event.node_rank,
             )
         outcome = Outcome()
-        commit(self, outcome, rec.RestartCounted(event.reason))
+        counted = rec.RestartCounted(event.reason, back=back, trained_s=trained_s)
+        commit(self, outcome, counted)
+        self._runs_since = -1.0
         outcome.facts.append(
             ev.WorldBroken(event.round, event.message, event.node_rank, event.last_step_ago_s)
         )
         return outcome
 
+    def _trained_until(self, at: float) -> float:
+        """How long the job has trained in all, if the present world did so until then."""
+        since = self._trains_since if self._has_stepped else self._runs_since
+        return self._trained_s + (max(0.0, at - since) if since >= 0 else 0.0)
+
     def _limit(self, reason: ExitReason) -> int:
         assert self._rules is not None
         asked = self._rules.max_restarts
-        if reason in _OF_THE_PROGRAM:
+        if reason in OF_THE_PROGRAM:
             return asked
         if asked == 0 and reason is not ExitReason.LOST:
             return 0  # As with torchrun, zero means that no worker is ever restarted.
@@ -102,16 +139,24 @@ class Verdicts:
     def apply(self, record: Record) -> None:
         match record:
             case rec.RestartCounted():
-                reason = ExitReason(record.reason)
-                self._used[reason] = self._used.get(reason, 0) + record.count
+                budget = self._budgets.setdefault(ExitReason(record.reason), _Budget())
+                budget.count += record.count
+                budget.back += record.back
+                budget.trained_s = record.trained_s
+                self._trained_s = max(self._trained_s, record.trained_s)
+                self._trains_since = -1.0
+            case rec.TrainingBegan():
+                self._trains_since, self._has_stepped = record.at_s, True
             case rec.JobClosed():
                 self._closed = record
             case _:
                 raise TypeError(f"{record!r} is not a record of the verdicts")
 
     def snapshot(self) -> Iterable[Record]:
-        for reason, count in self._used.items():
-            yield rec.RestartCounted(reason, count)
+        for reason, budget in self._budgets.items():
+            yield rec.RestartCounted(reason, budget.count, budget.back, budget.trained_s)
+        if self._has_stepped:
+            yield rec.TrainingBegan(self._trains_since)
         if self._closed is not None:
             yield self._closed
 
@@ -121,8 +166,16 @@ class Verdicts:
         return {
             "state": "running" if closed is None else ("succeeded" if closed.ok else "failed"),
             "reason": "" if closed is None else closed.reason,
-            "restarts": {str(reason): count for reason, count in sorted(self._used.items())},
+            "restarts": {
+                str(reason): self._budgets[reason].count for reason in sorted(self._budgets)
+            },
         }
+
+
+def _allowed(reason: ExitReason, limit: int) -> str:
+    times = "time" if limit == 1 else "times"
+    within = "" if reason in OF_THE_PROGRAM else f" in {BUDGET_BACK_S / 3600:g} h of training"
+    return f"it may be restarted {limit} {times}{within} for the reason {reason!s}"
 
 
 def _fact(closed: rec.JobClosed) -> ev.JobFinished:

@@ -22,6 +22,8 @@ class WorldState:
         self.why = ""
         self.planned = False
         self.restarts = 0
+        #: Worlds that may still have computed when this one was agreed.
+        self.unstopped: tuple[tuple[int, ...], ...] = ()
         #: Derived from the world: the position and the first worker rank of each node.
         self.index: dict[NodeId, int] = {}
         self.offsets: dict[NodeId, int] = {}
@@ -74,7 +76,7 @@ class WorldState:
                 self.size = record.world.size
                 self.broken = ""
                 self.why, self.planned = record.reason, record.planned
-                self.restarts = record.restarts
+                self.restarts, self.unstopped = record.restarts, record.unstopped
                 self.done = set()
             case rec.RoundBroken():
                 self.broken = record.reason
@@ -85,7 +87,7 @@ class WorldState:
 
     def snapshot(self) -> Iterable[Record]:
         if self.world is not None:
-            yield rec.WorldAgreed(self.world, self.why, self.planned, self.restarts)
+            yield rec.WorldAgreed(self.world, self.why, self.planned, self.restarts, self.unstopped)
             if self.broken:
                 yield rec.RoundBroken(self.round, self.broken)
             for node_id in sorted(self.done):

@@ -129,11 +129,11 @@ class Workers:
     def _end_workers(self, *, gently: bool) -> Outcome:
         if self._run is None:
             return self._settle()
-        outcome = Outcome(commands=[ev.EndWorkers(gently)])
+        # To act on SIGTERM, held workers would have to go on, and another world may compute by now.
+        outcome = Outcome(commands=[ev.EndWorkers(gently and not self._is_held)])
         self._is_ending = True
         self._stopped.clear()
         if self._is_held:
-            # Held processes cannot act on SIGTERM.
             self._is_held = False
             outcome.commands.append(ev.ResumeWorkers())
         outcome.add(self._settle())
@@ -177,6 +177,9 @@ class Workers:
             return self._fail(failure)
         report = m.WorkersStarted(event.round, 0, event.how, event.took_s)
         outcome = Outcome(commands=[ev.Report(report)])
+        if self._is_held:
+            # The lease ended while they started: the signal reached only those that ran already.
+            outcome.commands.append(ev.HoldWorkers())
         if not self._live and len(self._exited) == self._nproc:
             outcome.commands.append(ev.Report(m.WorkersDone(event.round)))
         return outcome

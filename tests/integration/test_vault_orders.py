@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a vault does when it is told, and what it tells the master of copies that cannot be used."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.manifest import list_committed
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.model.checkpoint import NONE, Series, Version, rank_part
+from holdfast.model.errors import RejectedError
+from holdfast.protocol import checkpoints as c
+from holdfast.protocol import messages as m
+from tests.integration.vault_node import SHAPE, node
+from tests.storages import order_for
+
+LIMIT_S = 60.0
+FIRST, SECOND = rank_part(0), rank_part(1)
+VERSION = Version(0, 1)
+Run = Callable[[Coroutine[None, None, None]], None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(memory))
+    return asyncio.run
+
+
+def test_a_node_that_writes_gets_the_parts_of_a_lost_node_as_well(tmp_path: Path, run: Run) -> None:
+    """Found by the simulator: a second order in an attempt was taken for a repeat of the first, and
+    nothing reached storage for an hour."""
+    directory = f"{tmp_path}/checkpoints"
+
+    def order(part: str) -> c.PersistOrder:
+        return c.PersistOrder(directory, VERSION, SHAPE, "t1", (part,), "a node was lost")
+
+    async def orders() -> None:
+        async with node(tmp_path, directory) as here:
+            for rank in (0, 1):
+                await here.save(rank, 1, None)
+            here.vault.pushed(order(FIRST))
+            await here.master.hears(c.PartsPersisted, 1)
+            # Its report is held until the attempt is over: it is still writing.
+            here.vault.pushed(order(SECOND))
+            reports = await here.master.hears(c.PartsPersisted, 2)
+            assert [(r.attempt, r.parts, r.problem) for r in reports] == [
+                ("t1", (FIRST,), ""),
+                ("t1", (SECOND,), ""),
+            ]
+            # A stream broke: what is sent again is not written again.
+            here.vault.pushed(order(FIRST))
+            here.vault.pushed(order(SECOND))
+            series = Series(directory)
+            files = tuple(file for report in reports for file in report.files)
+            here.vault.pushed(order_for(series, VERSION, "t1", files))
+            (done,) = await here.master.hears(c.CommitDone, 1)
+            assert done.problem == ""
+            here.master.answer(done, m.Done())
+            for report in reports:
+                here.master.answer(report, c.PersistState(VERSION, ""))
+            await here.vault.settle(LIMIT_S)
+            assert here.vault.is_idle
+            assert len(here.master.said(c.PartsPersisted)) == 2
+            storage = open_storage(directory)
+            (committed,) = list_committed(storage, series)
+            assert verify_checkpoint(storage, committed).is_whole
+
+    run(orders())
+
+
+def test_a_part_that_cannot_be_had_does_not_make_the_others_bad(tmp_path: Path, run: Run) -> None:
+    """The copies that a rank had opened beside a bad one were called bad as well, and with them
+    every version that needs them."""
+    directory = f"{tmp_path}/checkpoints"
+
+    async def restores() -> None:
+        async with node(tmp_path, directory) as here:
+            await here.save(0, 1, None)
+            opening = asyncio.create_task(
+                asyncio.to_thread(here.workers[0].open_parts, VERSION, (FIRST, SECOND))
+            )
+            (locate,) = await here.master.hears(c.PartsLocate, 1)
+            sources = (c.Source(FIRST, FIRST, "memory", 0), c.Source(SECOND, SECOND, "storage"))
+            here.master.answer(locate, c.PartsLocated(sources))
+            with pytest.raises(RejectedError, match=f"part {SECOND} of step 1") as caught:
+                await opening
+            problem = str(caught.value)
+            turns = [
+                asyncio.to_thread(worker.restore, prepared=NONE, problem=why, tried=tried)
+                for worker, why, tried in zip(
+                    here.workers, (problem, ""), (VERSION, NONE), strict=True
+                )
+            ]
+            await asyncio.gather(*turns)
+            told = here.master.said(c.NodeRestore)[-1]
+            assert [(copy.part, copy.node_id) for copy in told.bad] == [(SECOND, -1)]
+            assert here.said == [f"local rank 0 cannot restore step 1: {problem}"]
+
+    run(restores())
