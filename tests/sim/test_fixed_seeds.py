@@ -10,6 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.core.job import records as rec
+from holdfast.sim.checkers import Checkers, Violation
+from holdfast.sim.clock import Clock
+from holdfast.sim.history import History
 from holdfast.sim.run import run
 from holdfast.sim.scenario import KINDS, Scenario, from_seed
 from holdfast.sim.swarm import load, save, shrink
@@ -22,17 +26,34 @@ LIMIT_S = 240.0
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_nothing_that_must_never_happen_happens(group: int) -> None:
-    rounds = restores = commits = 0
+    rounds = restores = commits = cuts = 0
     for seed in range(group, SEEDS, GROUPS):
         result = run(from_seed(seed))
         assert not result.problem, f"seed {seed}: {result.problem}"
         rounds += result.rounds
         restores += result.restores
         commits += result.commits
+        cuts += result.cuts
     seeds = SEEDS // GROUPS
     assert rounds > seeds, "without trouble nothing is proved"
-    assert restores > seeds / 4
+    assert restores > seeds / 10
     assert commits > seeds
+    assert cuts > 0, "nobody ever gave the tail of a piece away"
+
+
+def test_jobs_fail_only_when_a_budget_is_used_up_and_some_do() -> None:
+    poor = [s for s in map(from_seed, range(SEEDS)) if s.budget is not None]
+    results = [run(scenario) for scenario in poor]
+    assert not any(result.problem for result in results)
+    ended = {result.has_failed for result in results}
+    assert ended == {True, False}
+
+
+def test_what_was_safe_on_other_nodes_is_restored() -> None:
+    seeds = [s for s in map(from_seed, range(SEEDS)) if s.replicas and not s.samples]
+    results = [run(scenario) for scenario in seeds]
+    assert not any(result.problem for result in results)
+    assert sum(result.safe_restores for result in results) > 3, "nothing was at stake"
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
@@ -58,6 +79,19 @@ def test_a_seed_is_the_same_run_whatever_the_hash_seed() -> None:
         ran = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT_S, check=True)
         said.add(ran.stdout)
     assert len(said) == 1
+
+
+def test_restarts_that_no_fault_explains_are_noticed() -> None:
+    clock = Clock()
+    checkers = Checkers(Scenario(seed=0, nodes=1, min_nodes=1), History(clock))
+    lost = rec.RestartCounted("lost")
+    checkers.durable([lost, lost], [])
+    with pytest.raises(Violation, match="3 restarts for 0 faults"):
+        checkers.durable([lost], [])
+    clock.now = 100.0
+    checkers = Checkers(Scenario(seed=0, nodes=1, min_nodes=1), History(clock))
+    with pytest.raises(Violation, match="after the last fault"):
+        checkers.durable([lost], [])
 
 
 def test_a_failing_scenario_is_made_smaller_and_kept_in_a_file(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that the simulator found, as short as they get; docs/simulation.md tells of each."""
 
+from msgspec.structs import replace
+
 from holdfast.core.job.inventory import Inventory
 from holdfast.core.kernel import Tick
 from holdfast.core.node import events as ev
@@ -47,3 +49,14 @@ def test_what_is_committed_is_not_given_up_for_an_older_version_with_every_part(
     assert Inventory(memory).newest() == older
     bad_rank = Inventory(memory, [Stored(committed, shape)], bad=())
     assert bad_rank.newest() == committed
+
+
+def test_held_workers_do_not_go_on_to_end_gently_for_a_world_that_came_late() -> None:
+    workers = Workers(1)
+    workers.handle(ev.LeaseRenewed(10.0), 0.0)
+    workers.handle(ev.WorldReceived(RUN), 0.0)
+    workers.handle(ev.StartFinished(1, frozenset({0}), "cold", 0.1, ""), 1.0)
+    workers.handle(Tick(), 10.0)
+    planned = replace(RUN, round=2, generation=2, planned=True)
+    told = workers.handle(ev.WorldReceived(planned), 30.0).commands
+    assert told[0] == ev.EndWorkers(gently=False), "a newer world may compute by now"

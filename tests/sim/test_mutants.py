@@ -16,13 +16,13 @@ import holdfast
 
 MUTANTS = sorted((Path(__file__).parent / "mutants").glob("*.patch"))
 SOURCE = Path(holdfast.__file__).parent
-NEEDED = ("core", "model", "ports", "protocol", "sim")
-SEEDS = "0..400"
+NEEDED = ("client", "core", "model", "ports", "protocol", "runtime", "sim", "worker")
+SEEDS = "0..200"
 LIMIT_S = 300.0
 
 
 def test_there_are_mutants() -> None:
-    assert len(MUTANTS) >= 5
+    assert len(MUTANTS) >= 8
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda path: path.stem)

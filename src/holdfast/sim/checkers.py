@@ -2,8 +2,8 @@
 """What must hold in every run, whatever goes wrong. The checkers know the truth: they are told by
 the models what really happened, not by the cores what these believe."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
@@ -12,18 +12,23 @@ from holdfast.core.job.records import encode_record
 from holdfast.core.kernel import Event, Record
 from holdfast.model.checkpoint import NONE, SHARED, Shape, Version
 from holdfast.model.dataset import Position
-from holdfast.model.job import NODE_RELAUNCHES, WORKER_RESTARTS
-from holdfast.model.node import ExitReason
+from holdfast.model.node import OF_THE_PROGRAM, ExitReason
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import RestorePlan
+from holdfast.sim.copy_checker import CopyChecker
 from holdfast.sim.history import History
-from holdfast.sim.scenario import Scenario
+from holdfast.sim.scenario import OF_MANY, Scenario
 
 Sample = tuple[int, int]
 
-ROUNDS_PER_FAULT = 4
-"""What one fault may cost at most: a round without the node, one with it again, and some room for
-nodes that come back one by one."""
+RESTARTS_PER_FAULT = 2
+"""What one fault may cost at most; those that hit many nodes at once may cost one for each."""
+
+SETTLED_S = 60.0
+"""So long after the last fault nothing is restarted any more."""
+
+
+_MOMENTS = {ev.WorldFormed: "world", ev.RestoreAgreed: "restore", ev.AttemptOpened: "attempt"}
 
 
 class Violation(AssertionError):
@@ -39,9 +44,18 @@ class Checkers:
         #: By round: its generation, and who holds which place.
         self._worlds: dict[int, tuple[int, int, int]] = {}
         self._places: dict[tuple[int, int], tuple[str, int]] = {}
+        self._failed_rounds: set[int] = set()
+        self._lost_nodes: set[int] = set()
+        self.copies = CopyChecker(self.fail)
+        self.cuts = 0
+        #: Told of the moments that scenario.MOMENTS names.
+        self.at_moment: Callable[[str], None] = lambda moment: None
         self._stepping = 0
-        self._restarts: Counter[str] = Counter()
-        self._relaunches: Counter[tuple[int, str]] = Counter()
+        self._spec = scenario.spec()
+        self._restarts: Counter[ExitReason] = Counter()
+        #: Of these, what training has brought back.
+        self._back: defaultdict[ExitReason, float] = defaultdict(float)
+        self._relaunches: Counter[tuple[int, ExitReason]] = Counter()
         self.rounds = self.planned_rounds = 0
         self.newest = NONE
         self.commits = self.restores = 0
@@ -69,6 +83,11 @@ class Checkers:
                 f"place {run.group_rank} of generation {run.generation} is held by {holder} "
                 f"and by {(place, node_id)}"
             )
+        self.copies.began(run.round, run.group_size, place)
+
+    def worker_failed(self, round_number: int) -> None:
+        """A worker of this round has ended, and not well, or somebody has stopped it."""
+        self._failed_rounds.add(round_number)
 
     def stepped(self, place: str, run: m.RunWorld, rank: int, step: int) -> None:
         """A worker finished a step: nobody of a newer generation may have done so before."""
@@ -88,27 +107,36 @@ class Checkers:
             self._count(record)
         for fact in facts:
             self._history.note(f"master {type(fact).__name__}")
-            if isinstance(fact, ev.RestoreAgreed):
-                self._restore_agreed(fact)
+            match fact:
+                case ev.RestoreAgreed():
+                    self._restore_agreed(fact)
+                case ev.NodeLost():
+                    self._lost_nodes.add(fact.node_id)
+                case ev.GenerationRaised():
+                    self.copies.forgotten()
+                case ev.WorldHurt() if fact.cause is not None:
+                    if fact.round not in self._failed_rounds:
+                        self.fail(f"no worker of round {fact.round} failed, but it is broken")
+            if type(fact) in _MOMENTS:
+                self.at_moment(_MOMENTS[type(fact)])
 
     def _count(self, record: Record) -> None:
         match record:
             case rec.RestartCounted():
-                self._restarts[record.reason] += record.count
-                limit = max(WORKER_RESTARTS[ExitReason(record.reason)], self._scenario.max_restarts)
-                if self._restarts[record.reason] > limit:
-                    self.fail(f"restarted more than {limit} times for {record.reason!s}")
+                reason = ExitReason(record.reason)
+                self._restarts[reason] += record.count
+                self._back[reason] += record.back
+                if self._restarts_left(reason) < 0:
+                    self.fail(f"restarted too often for the reason {reason!s}")
+                self._check_storm()
             case rec.RelaunchCounted():
-                key = (record.node_rank, record.reason)
+                key = (record.node_rank, ExitReason(record.reason))
                 self._relaunches[key] += record.count
-                if self._relaunches[key] > NODE_RELAUNCHES[ExitReason(record.reason)]:
+                if self._relaunches[key] > self._spec.node_relaunches[key[1]]:
                     self.fail(f"node rank {record.node_rank} relaunched too often")
             case rec.WorldAgreed():
                 self.rounds += 1
                 self.planned_rounds += record.planned
-                limit = 2 + ROUNDS_PER_FAULT * len(self._scenario.faults)
-                if self.rounds > limit:
-                    self.fail(f"{self.rounds} rounds for {len(self._scenario.faults)} faults")
                 if self.rounds - self.planned_rounds - 1 > self._restarts.total():
                     self.fail("a world was replaced without a restart being counted")
             case rec.CheckpointCommitted():
@@ -118,6 +146,30 @@ class Checkers:
                 self.newest = record.version
             case rec.JobClosed():
                 self.end = record
+
+    def _check_storm(self) -> None:
+        """Restarts follow from faults, and end with them."""
+        scenario, restarts = self._scenario, self._restarts.total()
+        nodes = scenario.nodes + scenario.spares
+        costs = (nodes if f.kind in OF_MANY else RESTARTS_PER_FAULT for f in scenario.faults)
+        if restarts > 2 + sum(costs):
+            self.fail(f"{restarts} restarts for {len(scenario.faults)} faults")
+        if self._history.now > scenario.quiet_at() + SETTLED_S:
+            self.fail(f"a restart {SETTLED_S:g} s after the last fault was over")
+
+    def _restarts_left(self, reason: ExitReason) -> float:
+        asked = self._scenario.max_restarts
+        limit = max(asked, self._spec.worker_restarts[reason])
+        if reason in OF_THE_PROGRAM or (asked == 0 and reason is not ExitReason.LOST):
+            limit = asked
+        return limit - self._restarts[reason] + self._back[reason]
+
+    def _is_used_up(self) -> bool:
+        """Whether some budget has nothing left."""
+        if any(self._restarts_left(reason) < 1 for reason in ExitReason):
+            return True
+        limits = self._spec.node_relaunches
+        return any(used >= limits[reason] for (_, reason), used in self._relaunches.items())
 
     def replay_is_exact(self, live: JobCore, replayed: JobCore) -> None:
         """What the journal leads to is what the living master had."""
@@ -143,11 +195,19 @@ class Checkers:
         if self._scenario.samples and not positions:
             self.fail(f"{version} is committed without saying how far its data were")
 
+    def written_twice(self, attempt: str, part: str, *node_ids: int) -> None:
+        """Two nodes write one part of an attempt: one must be lost, which is bad enough."""
+        if self._lost_nodes.isdisjoint(node_ids):
+            self.fail(f"{part} is written twice at once in {attempt}")
+
     def _restore_agreed(self, fact: ev.RestoreAgreed) -> None:
         self.restores += fact.version != NONE
         self._history.note(f"restored {fact.version}")
         if fact.version < self.newest:
             self.fail(f"{fact.version} is restored, but {self.newest} is committed")
+        if not self._scenario.samples:
+            # With data, a version of which no position is known yet is passed over.
+            self.copies.restored(fact.round, fact.version)
         base: Counter[Sample] = Counter()
         if fact.version != NONE:
             base += self._bases[fact.version.lineage]
@@ -179,31 +239,43 @@ class Checkers:
         if line[epoch, at] > 1:
             self.fail(f"sample {at} of epoch {epoch} is twice in the model of round {run.round}")
 
-    def check_end(self, newest: Version, *, is_excused: bool) -> None:
-        """The job is over. `newest` is what is on storage; that may be old if the storage was out
-        of order at the end, or what should have gone there was rotten."""
+    def check_end(self, newest: Version, refused: set[Version]) -> None:
+        """The job is over. `newest` is what is on storage, `refused` what could not get there."""
         if self.end is None:
             self.fail("the job does not come to its end")
             return
+        if newest < self.newest:
+            self.fail(f"{self.newest} is committed, but the newest on storage is {newest}")
+        has_all = self._check_model(newest)
         if not self.end.ok:
-            self.fail(f"the job failed: {self.end.reason}")
-        if is_excused:
+            self._check_failure(self.end)
             return
-        if newest == NONE:
-            self.fail("the job ended without a checkpoint on storage")
-        if self._scenario.samples:
-            self._check_data(newest)
-        elif newest.step < self._scenario.steps:
-            self.fail(f"the job ended with step {newest.step} on storage")
+        last = max(self._models)
+        # A part that rotted in memory, or an outage to the very end, may cost the last checkpoint.
+        if newest < last and (last in refused or self.copies.has_rotted(last)):
+            return
+        if not has_all:
+            self.fail(f"the job ended with {newest} on storage, and that is not all")
 
-    def _check_data(self, newest: Version) -> None:
-        """Every sample is in the last model, once."""
+    def _check_failure(self, end: rec.JobClosed) -> None:
+        """A job fails only when it must, and says why."""
+        if self._scenario.budget is None:
+            self.fail(f"the job failed: {end.reason}")
+        if not end.reason:
+            self.fail("the job failed and does not say why")
+        if not self._is_used_up():
+            self.fail(f"the job failed with budgets left: {end.reason}")
+
+    def _check_model(self, newest: Version) -> bool:
+        """No sample is twice in the model on storage; whether it has been trained on everything."""
+        if newest == NONE:
+            return False
+        if not self._scenario.samples:
+            return newest.step >= self._scenario.steps
         model = Counter(self._bases[newest.lineage])
         for trained in self._models[newest].values():
             model.update(trained)
         twice = [sample for sample, times in model.items() if times > 1]
         if twice:
             self.fail(f"sample {twice[0]} is {model[twice[0]]} times in the last model")
-        expected = self._scenario.samples * self._scenario.epochs
-        if len(model) != expected:
-            self.fail(f"{len(model)} of {expected} samples are in the last model")
+        return len(model) == self._scenario.samples * self._scenario.epochs

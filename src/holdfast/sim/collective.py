@@ -5,20 +5,25 @@ from holdfast.sim.clock import Clock, Promise
 
 
 class Collective:
-    """The ranks of one world. Whoever dies on the way leaves the others waiting."""
+    """The ranks of one world. Whoever dies on the way leaves the others waiting, or with an error
+    (`is_loud`), as the library of the collective has it."""
 
-    def __init__(self, clock: Clock, world_size: int) -> None:
+    def __init__(self, clock: Clock, world_size: int, *, is_loud: bool) -> None:
         self._clock = clock
         self._world_size = world_size
+        self._is_loud = is_loud
         self._arrived: dict[int, bool] = {}
-        self._all_there: Promise[bool] = Promise(clock)
+        self._all_there: Promise[bool | None] = Promise(clock)
         self._is_broken = False
 
-    def meet(self, rank: int, *, is_finished: bool) -> Promise[bool]:
-        """Come to the end of a step; kept when all have, with whether all are finished."""
+    def meet(self, rank: int, *, is_finished: bool) -> Promise[bool | None]:
+        """Come to the end of a step; kept when all have, with whether all are finished, or with
+        None if some rank never will."""
         promise = self._all_there
         self._arrived[rank] = is_finished
-        if len(self._arrived) == self._world_size and not self._is_broken:
+        if self._is_broken:
+            self._fail()
+        elif len(self._arrived) == self._world_size:
             is_all = all(self._arrived.values())
             self._arrived, self._all_there = {}, Promise(self._clock)
             promise.keep(is_all)
@@ -27,3 +32,8 @@ class Collective:
     def leave(self) -> None:
         """A rank is gone: nothing is done together any more."""
         self._is_broken = True
+        self._fail()
+
+    def _fail(self) -> None:
+        if self._is_loud:
+            self._all_there.keep(None)

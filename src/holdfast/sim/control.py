@@ -91,7 +91,7 @@ class CoreControl:
             join_timeout_s=FOREVER_S,
             silence_s=FOREVER_S,
             lease_s=FOREVER_S,
-            # A job of this size outlives every default budget within days.
+            # This core hears of no steps, so what a job uses of its budgets would never come back.
             worker_restarts=dict.fromkeys(ExitReason, 1 << 40),
             node_relaunches=dict.fromkeys(ExitReason, 1 << 40),
         )
@@ -174,7 +174,7 @@ class CoreControl:
 
 
 class RulesControl:
-    """The rules of worlds in short: lowest ranks first, spares step in, grow when it pays."""
+    """The rules of worlds in short: members first, spares step in, grow when it pays."""
 
     def __init__(self, nodes: int, min_nodes: int, spares: int, grace_s: float) -> None:
         self._nodes = nodes
@@ -257,13 +257,12 @@ class RulesControl:
                 self._form_at = now + wait_s
             if now < self._form_at:
                 return None
-        chosen = self._chosen(size, growing=growing)
+        chosen = self._chosen(size)
         self._world, self._broken, self._form_at = frozenset(chosen), False, None
         return tuple(chosen)
 
-    def _chosen(self, size: int, *, growing: bool) -> list[int]:
+    def _chosen(self, size: int) -> list[int]:
         rank = self._ready.__getitem__
-        ready = sorted(self._ready, key=rank)
-        if growing:  # Members first: a newcomer never pushes one out.
-            ready.sort(key=lambda machine: machine not in self._world)
+        # Members first: a newcomer never pushes one out.
+        ready = sorted(self._ready, key=lambda machine: (machine not in self._world, rank(machine)))
         return sorted(ready[:size], key=rank)

@@ -16,6 +16,10 @@ class History:
         self._hash = hashlib.sha256()
         self.lines: list[str] = []
 
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
     def note(self, text: str) -> None:
         line = f"{self._clock.now:10.4f} {text}"
         self._hash.update(line.encode())

@@ -36,7 +36,18 @@ class Server(End, Protocol):
     def opened(self, link: "Link") -> None: ...
 
 
-class _Pipe:
+class Stream(Protocol):
+    """What the network can do to a connection."""
+
+    @property
+    def place(self) -> str: ...
+
+    def abort(self) -> None: ...
+
+    def let_through(self) -> None: ...
+
+
+class Pipe:
     """One direction of a link."""
 
     def __init__(self, network: "Network", place: str, way: str) -> None:
@@ -73,7 +84,7 @@ class Link:
         self.place = place
         self._network = network
         self._ends = {UP: master, DOWN: agent}
-        self._pipes = {way: _Pipe(network, place, way) for way in (UP, DOWN)}
+        self._pipes = {way: Pipe(network, place, way) for way in (UP, DOWN)}
         #: Directions whose receiving end still listens.
         self._listening = {UP, DOWN}
 
@@ -103,7 +114,7 @@ class Link:
             self._listening.discard(way)
             self._ends[way].closed(self)
         if not self._listening:
-            self._network.forget(self)
+            self._network.forget(self.number)
 
     def let_through(self) -> None:
         for pipe in self._pipes.values():
@@ -116,7 +127,7 @@ class Network:
     def __init__(self, clock: Clock, rng: Random) -> None:
         self.clock = clock
         self._rng = rng
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, Stream] = {}
         self._next_link = 0
         self._blocked: dict[tuple[str, str], float] = {}
         self._slow: dict[str, float] = {}
@@ -136,14 +147,19 @@ class Network:
         if self.master is None:
             promise.keep(None)
             return
-        self._next_link += 1
-        link = Link(self, self._next_link, place, agent, self.master)
-        self._links[link.number] = link
+        link = Link(self, self._next_link + 1, place, agent, self.master)
+        self.add(link)
         self.master.opened(link)
         promise.keep(link)
 
-    def forget(self, link: Link) -> None:
-        self._links.pop(link.number, None)
+    def add(self, link: Stream) -> int:
+        """A new connection, whose number is returned."""
+        self._next_link += 1
+        self._links[self._next_link] = link
+        return self._next_link
+
+    def forget(self, number: int) -> None:
+        self._links.pop(number, None)
 
     def delay(self, place: str) -> float:
         """How long bytes take now."""
@@ -173,5 +189,5 @@ class Network:
         for link in self._of(place):
             link.let_through()
 
-    def _of(self, place: str) -> list[Link]:
+    def _of(self, place: str) -> list[Stream]:
         return [link for link in self._links.values() if link.place == place]

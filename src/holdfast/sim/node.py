@@ -7,8 +7,6 @@ It does what agent/agent.py and agent/pulse.py do with the commands of the core.
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from msgspec.structs import replace
-
 from holdfast.core.job.nodes import rules_of
 from holdfast.core.kernel import Command, Event, Tick
 from holdfast.core.node import events as ev
@@ -118,6 +116,8 @@ class Agent:
     def worker_exited(self, worker: Worker, code: int | None, signal: int | None) -> None:
         self.workers.pop(worker.local_rank, None)
         self.note(f"worker {worker.local_rank} of round {worker.round} ends: {code} {signal}")
+        if code != 0:
+            self.stage.checkers.worker_failed(worker.round)
         self.feed(ev.WorkerExited(worker.local_rank, 1, code, signal, "", "", -1.0))
 
     # ---- reports --------------------------------------------------------------------------------
@@ -154,9 +154,7 @@ class Agent:
     def attachment(self) -> m.Attach:
         return m.Attach(
             agent_key="",
-            rules=replace(
-                rules_of(self.stage.scenario.spec()), max_restarts=self.stage.scenario.max_restarts
-            ),
+            rules=rules_of(self.stage.scenario.spec()),
             nproc=self.stage.scenario.nproc,
             host=self.place,
             store_port=4000,
@@ -246,6 +244,7 @@ class Agent:
             self._end_all()
             self.stream.vanish()
             self.memory.clear()
+            self.stage.checkers.copies.memory_lost(self.place)
 
     def _die(self, exit_code: int) -> None:
         if not self.is_alive:

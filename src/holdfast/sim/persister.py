@@ -27,6 +27,7 @@ class Persister:
         self._memory = agent.memory
         self._committed = NONE
         self._under_way: set[str] = set()
+        self._writing: list[c.Writing] = []
         self._idle = self._clock.promise()
 
     def begin(self, name: str, work: Work, version: Version) -> None:
@@ -49,6 +50,11 @@ class Persister:
             self._idle.keep(None)
             self._idle = self._clock.promise()
 
+    @property
+    def writing(self) -> tuple[c.Writing, ...]:
+        """From the start of a write until its report is answered."""
+        return tuple(self._writing)
+
     async def settled(self) -> None:
         """Wait until nothing is on its way to storage here."""
         while self._under_way:
@@ -62,16 +68,26 @@ class Persister:
     async def _write(
         self, version: Version, shape: Shape, attempt: str, parts: tuple[str, ...]
     ) -> None:
-        problem = ""
+        writing = c.Writing(attempt, parts)
+        self._writing.append(writing)
+        try:
+            await self._write_and_report(version, shape, writing)
+        finally:
+            self._writing.remove(writing)
+
+    async def _write_and_report(self, version: Version, shape: Shape, writing: c.Writing) -> None:
+        attempt, parts = writing.attempt, writing.parts
+        storage, problem = self._stage.storage, ""
         for part in parts:
-            await self._clock.pause(self._agent.rng.uniform(0.05, 1.0))
-            copy = self._memory.copies.get((version, part))
-            if copy is None or copy.is_rotten:
-                problem = f"{part} is not in memory any more"
-            elif self._stage.storage.is_broken:
-                problem = "the storage is out of order"
-            else:
-                self._stage.storage.write(attempt, part)
+            with storage.writing(attempt, part, self._agent.node_id):
+                await self._clock.pause(self._agent.rng.uniform(0.05, 1.0))
+                copy = self._memory.copies.get((version, part))
+                if copy is None or copy.is_rotten:
+                    problem = f"{part} is not in memory any more"
+                elif storage.is_broken:
+                    problem = storage.refuse(version)
+                else:
+                    storage.write(attempt, part)
         files = () if problem else tuple(FileEntry(part, 1, 1, part) for part in parts)
         report = c.PartsPersisted(DIRECTORY, version, shape, attempt, parts, files, problem)
         state = await self._agent.stream.ask(report, c.PersistState)
@@ -82,9 +98,10 @@ class Persister:
 
     async def commit(self, order: c.CommitOrder) -> None:
         await self._clock.pause(self._agent.rng.uniform(0.01, 0.5))
-        problem = "the storage is out of order" if self._stage.storage.is_broken else ""
+        storage = self._stage.storage
+        problem = storage.refuse(order.version) if storage.is_broken else ""
         if not problem:
-            self._stage.storage.commit(order.attempt, order.version, order.shape, order.positions)
+            storage.commit(order.attempt, order.version, order.shape, order.positions)
         done = c.CommitDone(DIRECTORY, order.version, order.attempt, problem)
         await self._agent.stream.ask(done, m.Done)
         if not problem:

@@ -15,16 +15,13 @@ from holdfast.sim.master import Master
 from holdfast.sim.network import DOWN, UP, Network
 from holdfast.sim.node import Agent
 from holdfast.sim.platform import GRACE_S, Platform
-from holdfast.sim.scenario import Fault, Scenario
+from holdfast.sim.scenario import LURK_S, Fault, Scenario
 from holdfast.sim.stage import Stage
 from holdfast.sim.storage import Storage
 from holdfast.sim.vault import Memory
 
 PATIENCE_S = 1500.0
 """How long after the last fault the job must have come to its end."""
-
-EXCUSED_S = 30.0
-"""A job that ends so soon after an outage of storage may have given up its last checkpoint."""
 
 _WAYS = {"partition": (UP, DOWN), "partition_up": (UP,), "partition_down": (DOWN,)}
 
@@ -42,6 +39,12 @@ class Result:
     rounds: int
     commits: int
     restores: int
+    cuts: int
+    """Pieces of data of which somebody gave the tail to others."""
+    safe_restores: int
+    """Restores that had to be as new as what was safe on other nodes."""
+    has_failed: bool
+    """Whether the job ended because a budget was used up."""
     lines: list[str]
 
 
@@ -66,6 +69,9 @@ class Simulation:
         self._memories: dict[str, Memory] = {}
         self._ranked = not scenario.managed and self._rng.random() < 0.5
         platform.use(self._start_ordered)
+        #: Faults that wait for their moment.
+        self._lurking: list[Fault] = []
+        checkers.at_moment = self._moment
 
     def run(self) -> Result:
         scenario, clock = self.stage.scenario, self.stage.clock
@@ -74,12 +80,12 @@ class Simulation:
             for number in range(scenario.nodes + scenario.spares):
                 clock.after(self._rng.uniform(0.0, 3.0), partial(self._start_own, number))
         for fault in scenario.faults:
-            clock.at(fault.at, partial(self._break, fault))
+            clock.at(fault.at, partial(self._lurk if fault.when else self._break, fault))
         problem = ""
         try:
             clock.run(scenario.quiet_at() + PATIENCE_S, lambda: self._is_over)
             newest = max(self.stage.storage.committed, default=NONE)
-            self.stage.checkers.check_end(newest, is_excused=self._is_excused())
+            self.stage.checkers.check_end(newest, self.stage.storage.refused)
         except Violation as exc:
             problem = str(exc)
         checkers = self.stage.checkers
@@ -91,13 +97,11 @@ class Simulation:
             checkers.rounds,
             checkers.commits,
             checkers.restores,
+            checkers.cuts,
+            checkers.copies.safe_restores,
+            checkers.end is not None and not checkers.end.ok,
             self.stage.history.lines,
         )
-
-    def _is_excused(self) -> bool:
-        """Whether the last checkpoint had no chance to reach the storage."""
-        is_rotten = any(fault.kind == "rot_memory" for fault in self.stage.scenario.faults)
-        return is_rotten or self.stage.clock.now < self.stage.storage.broken_until + EXCUSED_S
 
     # ---- who starts what ------------------------------------------------------------------------
 
@@ -149,6 +153,21 @@ class Simulation:
 
     # ---- what goes wrong ------------------------------------------------------------------------
 
+    def _lurk(self, fault: Fault) -> None:
+        self._lurking.append(fault)
+        self.stage.clock.after(LURK_S, partial(self._spring, fault))
+
+    def _moment(self, moment: str) -> None:
+        """What follows from this is under way for some milliseconds: now is the time."""
+        for fault in [one for one in self._lurking if one.when == moment]:
+            pause_s = self._rng.choice((0.0, 0.01, 0.1)) * self._rng.random()
+            self.stage.clock.after(pause_s, partial(self._spring, fault))
+
+    def _spring(self, fault: Fault) -> None:
+        if fault in self._lurking:
+            self._lurking.remove(fault)
+            self._break(fault)
+
     def _break(self, fault: Fault) -> None:
         self.stage.history.note(f"FAULT {fault.kind} {fault.target} {fault.seconds}")
         now, seconds = self.stage.clock.now, fault.seconds
@@ -167,6 +186,10 @@ class Simulation:
                 self.stage.platform.slow_until = now + seconds
             case "cut_rack":
                 for place in sorted(self._agents)[fault.target % 2 :: 2]:
+                    self.stage.network.partition(place, (UP, DOWN), seconds)
+            case "cut_world":
+                # Its spares stay: they could take its place while it still computes.
+                for place in [p for p in sorted(self._agents) if self._agents[p].workers]:
                     self.stage.network.partition(place, (UP, DOWN), seconds)
             case _ if self._agents:
                 agents = [self._agents[place] for place in sorted(self._agents)]
@@ -196,8 +219,9 @@ class Simulation:
                 agent.terminate()
                 clock.after(GRACE_S, agent.kill)
             case "rot_memory":
-                for copy in list(agent.memory.copies.values())[-1:]:
+                for (version, _), copy in list(agent.memory.copies.items())[-1:]:
                     copy.is_rotten = True
+                    self.stage.checkers.copies.rotted(version)
             case "break_stream":
                 network.break_streams(agent.place)
             case "slow_link":

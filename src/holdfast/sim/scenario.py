@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.model.dataset import BY_SHARD, IN_ORDER, Dataset
-from holdfast.model.job import NODE_RELAUNCHES, JobSpec
+from holdfast.model.job import NODE_RELAUNCHES, WORKER_RESTARTS, JobSpec
 from holdfast.model.node import ExitReason
 
 DIRECTORY = "/ckpt"
@@ -16,11 +16,17 @@ DIRECTORY = "/ckpt"
 OF_WORKERS = ("kill_worker", "crash_worker", "stop_worker")
 OF_NODES = ("kill_agent", "lose_node", "preempt_node", "rot_memory")
 OF_STREAMS = ("break_stream", "slow_link")
-OF_NETWORK = ("partition", "partition_up", "partition_down", "cut_rack")
+OF_NETWORK = ("partition", "partition_up", "partition_down")
+OF_MANY = ("cut_rack", "cut_world")
 OF_MASTER = ("kill_master", "slow_disk", "full_disk")
 OF_OTHERS = ("break_storage", "fail_launch", "slow_launches")
-KINDS = OF_WORKERS + OF_NODES + OF_STREAMS + OF_NETWORK + OF_MASTER + OF_OTHERS
+KINDS = OF_WORKERS + OF_NODES + OF_STREAMS + OF_NETWORK + OF_MANY + OF_MASTER + OF_OTHERS
 
+
+MOMENTS = ("world", "restore", "attempt")
+"""A world is formed, a restore agreed, a checkpoint begun: much is under way then."""
+
+LURK_S = 20.0
 
 BATCH = 4
 """Samples of a rank in a step."""
@@ -36,6 +42,8 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
     """Which of the nodes that live then, counted round."""
     seconds: float = 0.0
     """How long it lasts, where that means something."""
+    when: str = ""
+    """One of MOMENTS: it waits for that, from `at` on, but not longer than LURK_S."""
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,14 +69,27 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shard_size: int = 10
     epochs: int = 1
     shuffle: bool = False
+    ahead: int = 1
+    """How many pieces of the data a rank takes at once."""
     max_restarts: int = 3
+    budget: int | None = None
+    """If given, so few restarts and relaunches of every class are forgiven that the job may fail.
+    It must say why, and a budget must be used up then."""
+    is_loud: bool = False
+    """Whether the loss of a rank is an error in the others; they wait for it otherwise."""
     lease_s: float = 20.0
     compact_after: int = 1000
     faults: tuple[Fault, ...] = ()
 
     def spec(self) -> JobSpec:
         """The rules of the job; patience is shorter than usual, so that less time must pass."""
+        relaunches, restarts = dict(NODE_RELAUNCHES), dict(WORKER_RESTARTS)
+        if self.budget is not None:
+            relaunches, restarts = (dict.fromkeys(ExitReason, self.budget) for _ in range(2))
+        restarts[ExitReason.ERROR] = self.max_restarts
         return JobSpec(
+            worker_restarts=restarts,
+            node_relaunches=relaunches,
             min_nodes=self.min_nodes,
             max_nodes=self.nodes,
             node_unit=self.node_unit,
@@ -102,7 +123,8 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def quiet_at(self) -> float:
         """When the last fault is over."""
-        return max((fault.at + fault.seconds for fault in self.faults), default=0.0)
+        lasting = (f.at + f.seconds + (LURK_S if f.when else 0.0) for f in self.faults)
+        return max(lasting, default=0.0)
 
 
 def from_seed(seed: int) -> Scenario:
@@ -120,7 +142,7 @@ def from_seed(seed: int) -> Scenario:
         nodes=nodes,
         min_nodes=max(node_unit, rng.randint(1, nodes)),
         node_unit=node_unit,
-        spares=rng.choice((0, 1, 2)),
+        spares=rng.choice((0, 1, 2, 3)),
         nproc=nproc,
         managed=managed,
         steps=rng.randint(20, 60),
@@ -128,14 +150,16 @@ def from_seed(seed: int) -> Scenario:
         save_every=rng.choice((1, 1, 2, 5)),
         persist_every=rng.choice((5, 10, 1000)),
         shared=rng.random() < 0.5,
-        replicas=rng.choice((0, 0, 1)),
+        replicas=rng.choice((0, 1)),
         samples=rng.randint(100, 500) if has_data else 0,
         shard_size=rng.randint(3, 30),
         epochs=rng.choice((1, 1, 2)),
         shuffle=rng.random() < 0.3,
         lease_s=rng.choice((8.0, 20.0)),
         compact_after=rng.choice((50, 300, 100_000)),
+        ahead=rng.choice((1, 1, 3)),
     )
+    scenario = _with_temper(rng, scenario)
     kinds = rng.sample(KINDS, rng.randint(1, 6))
     faults: list[Fault] = []
     for _ in range(rng.randint(1, 10)):
@@ -146,19 +170,37 @@ def from_seed(seed: int) -> Scenario:
     return replace(scenario, faults=_within_budget(scenario, faults))
 
 
+def _with_temper(rng: Random, scenario: Scenario) -> Scenario:
+    """How the program takes the loss of a rank, and how much the job forgives."""
+    lot = rng.random()
+    if lot < 0.3:
+        # What follows from a lost rank counts as an error of the program: no budget for that here.
+        return replace(scenario, is_loud=True, max_restarts=100)
+    if lot < 0.4:
+        budget = rng.choice((0, 1, 2))
+        return replace(scenario, budget=budget, max_restarts=budget)
+    return scenario
+
+
 def _fault(rng: Random, kind: str, near: float | None, length_s: float) -> Fault:
-    at = rng.uniform(0.0, length_s)
-    if near is not None:
+    at, when = rng.uniform(0.0, length_s), ""
+    if rng.random() < 0.4:
+        # It waits for what follows from another fault, or for the first world.
+        at, when = near or 0.0, rng.choice(MOMENTS)
+    elif near is not None:
         at = near + rng.choice((0.02, 0.5, 8.0)) * rng.random()
-    lasting = rng.choice((0.1, 1.0, 5.0, 10.0, 20.0, 30.0)) * rng.uniform(0.5, 1.5)
-    return Fault(round(at, 3), kind, rng.randrange(16), round(lasting, 3))
+    # Nodes that are cut off together matter when it lasts longer than silence is borne.
+    lasting = rng.choice((10.0, 20.0) if kind in OF_MANY else (0.1, 1.0, 5.0, 10.0, 20.0, 30.0))
+    lasting *= rng.uniform(0.5, 1.5)
+    return Fault(round(at, 3), kind, rng.randrange(16), round(lasting, 3), when)
 
 
 def _within_budget(scenario: Scenario, faults: list[Fault]) -> tuple[Fault, ...]:
     """Without more failures of one class than are forgiven: the job must come to its end."""
+    if scenario.budget is not None:
+        return tuple(faults)
     left = {
         "crash_worker": scenario.max_restarts,
-        "fail_launch": NODE_RELAUNCHES[ExitReason.HARDWARE] - 3,
         "lose_node": 3,
     }
     kept: list[Fault] = []

@@ -41,5 +41,7 @@ class Stage:
     def collective(self, generation: int, world_size: int) -> Collective:
         found = self.collectives.get(generation)
         if found is None:
-            found = self.collectives[generation] = Collective(self.clock, world_size)
+            found = self.collectives[generation] = Collective(
+                self.clock, world_size, is_loud=self.scenario.is_loud
+            )
         return found

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The storage that all nodes share: what attempts have written, and what has its name."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.model.checkpoint import Shape, Stored, Version
@@ -26,11 +28,32 @@ class Storage:
         self._checkers = checkers
         self._written: dict[str, set[str]] = {}
         self.committed: dict[Version, Committed] = {}
+        #: Versions that did not get here because the storage was out of order.
+        self.refused: set[Version] = set()
+        #: Who writes which part of an attempt.
+        self._being_written: dict[tuple[str, str], int] = {}
         self.broken_until = 0.0
 
     @property
     def is_broken(self) -> bool:
         return self._clock.now < self.broken_until
+
+    def refuse(self, version: Version) -> str:
+        """What whoever writes a part of this version, or names it, is told."""
+        self.refused.add(version)
+        return "the storage is out of order"
+
+    @contextmanager
+    def writing(self, attempt: str, part: str, node_id: int) -> Iterator[None]:
+        """While one node writes a part: two at once would tear the file."""
+        other = self._being_written.get((attempt, part))
+        if other is not None:
+            self._checkers.written_twice(attempt, part, other, node_id)
+        self._being_written[attempt, part] = node_id
+        try:
+            yield
+        finally:
+            self._being_written.pop((attempt, part), None)
 
     def write(self, attempt: str, part: str) -> None:
         """A part is on storage, under the name of the attempt."""

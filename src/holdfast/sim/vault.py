@@ -19,6 +19,7 @@ from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 from holdfast.protocol.data import DataMarked
 from holdfast.sim.clock import Promise
+from holdfast.sim.copies import Copies
 from holdfast.sim.network import DOWN, UP
 from holdfast.sim.persister import Persister
 from holdfast.sim.scenario import DIRECTORY
@@ -48,12 +49,12 @@ class Memory:
     def clear(self) -> None:
         self.copies.clear()
 
-    def keep(self, version: Version, part: str, shape: Shape) -> None:
-        """Seal a slot: of each part the newest stay, and what is held still."""
+    def keep(self, version: Version, part: str, shape: Shape, safe: Version = NONE) -> None:
+        """Seal a slot: of each part the newest stay, and what is held still, or is safe."""
         self.copies[version, part] = Copy(shape)
         mine = sorted((v for v, p in self.copies if p == part), reverse=True)
         for old in mine[SLOTS:]:
-            if not self.pins[old]:
+            if not self.pins[old] and old != safe:
                 del self.copies[old, part]
 
     def versions(self) -> set[Version]:
@@ -84,7 +85,7 @@ class Vault:
         self._bad: list[c.BadCopy] = []
         self.persister = Persister(agent)
         self._said: dict[Version, dict[int, Marks]] = {}
-        self._peers: tuple[c.Peer, ...] | None = None
+        self.copies = Copies(agent)
 
     def begin_round(self, run: m.RunWorld) -> None:
         """The workers before are gone: what they asked is void."""
@@ -97,7 +98,7 @@ class Vault:
             self._steps.rank_is(local_rank, run.rank_offset + local_rank)
         self._bad.clear()
         self._said.clear()
-        self._peers = None
+        self.copies.begin_round(run.round)
 
     @property
     def round(self) -> int:
@@ -188,6 +189,7 @@ class Vault:
             del self._memory.copies[key]
         node_id = own if here is not None else source.node_id
         self._bad.append(c.BadCopy(version, source.part, node_id, "it cannot be read"))
+        self._stage.checkers.copies.unreadable(self.round)
         return False
 
     def _fetch(self, key: tuple[Version, str], source: c.Source) -> bool:
@@ -228,7 +230,7 @@ class Vault:
             work = self.persister.persist(step, self.round)
             self.persister.begin(f"save {version}", work, version)
         if self._stage.scenario.replicas:
-            self._agent.spawn(self._replicate(step, self.round))
+            self.copies.saved(step)
 
     def _mark(self, step: SavedStep) -> None:
         """Say how far the data were, with what was not confirmed before."""
@@ -248,38 +250,6 @@ class Vault:
         for version in [one for one in self._said if one <= body.version]:
             del self._said[version]
 
-    async def _replicate(self, step: SavedStep, round_number: int) -> None:
-        try:
-            if self._peers is None:
-                ask = c.PeersAsk(round_number, self._stage.scenario.replicas, 0)
-                self._peers = (await self._agent.stream.ask(ask, c.Peers)).peers
-            for peer in self._peers:
-                if not await self._copy_to(peer, step):
-                    failed = c.CopyFailed(
-                        DIRECTORY, round_number, step.version, "no way", peer.node_id, 1
-                    )
-                    self._peers = (await self._agent.stream.ask(failed, c.Peers)).peers
-                    return
-            if self._peers:
-                await self._agent.stream.ask(
-                    c.Replicated(DIRECTORY, round_number, step.version), m.Done
-                )
-        except RejectedError:
-            return
-
-    async def _copy_to(self, peer: c.Peer, step: SavedStep) -> bool:
-        await self._clock.pause(self._agent.rng.uniform(0.01, 0.5))
-        other = self._stage.agents.get(peer.node_id)
-        if other is None or not self.can_reach(other):
-            return False
-        for part in step.parts:
-            copy = self._memory.copies.get((step.version, part))
-            if copy is None or copy.is_rotten:
-                return False
-            if (step.version, part) not in other.memory.copies:
-                other.memory.keep(step.version, part, step.shape)
-        return True
-
     def pushed(self, body: c.CheckpointPush) -> None:
         persister = self.persister
         match body:
@@ -289,5 +259,6 @@ class Vault:
             case c.CommitOrder():
                 persister.begin(f"commit {body.attempt}", persister.commit(body), body.version)
             case c.InventoryWanted():
-                taken = c.InventoryTaken(DIRECTORY, body.number, self._memory.holdings())
+                held, writing = self._memory.holdings(), persister.writing
+                taken = c.InventoryTaken(DIRECTORY, body.number, held, writing)
                 self._agent.stream.call(taken, lambda answer: None)

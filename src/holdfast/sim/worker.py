@@ -4,12 +4,12 @@
 What it has trained on is known exactly, so that the checkers can tell what is in which model.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from holdfast.client.data.books import Books
+from holdfast.client.data.parts import Part
 from holdfast.core.node.events import WorkerContinued, WorkerStopped
 from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
-from holdfast.model.dataset import Lease
 from holdfast.model.errors import RejectedError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import data as d
@@ -24,14 +24,6 @@ WAIT_S = 0.5
 """How long a rank waits for a piece before it steps without: the others wait for it."""
 
 Sample = tuple[int, int]
-
-
-@dataclass(slots=True)
-class Held:
-    """A lease in the hands of this worker."""
-
-    lease: Lease
-    upto: int
 
 
 class Worker:
@@ -50,12 +42,10 @@ class Worker:
         self._session = f"{agent.place}-{run.round}-{local_rank}-{self._clock.now}"
         self._seq = 0
         self._call = 0
-        self._term = -1
-        self._epoch = 0
-        self._has_read_all = False
-        self._held: list[Held] = []
-        self._news: dict[int, d.Consumed] = {}
-        self._marks: dict[int, d.Consumed] = {}
+        #: The call of a report under way, and how many there were.
+        self._reporting = self._reports = 0
+        self._books: Books | None = None
+        self._part: Part | None = None
         self.trained: list[Sample] = []
         self._collective = agent.stage.collective(run.generation, run.world_size)
         self._going = self._clock.promise()
@@ -76,6 +66,7 @@ class Worker:
     def stop(self, seconds: float) -> None:
         """Somebody else stops it with a signal, and lets it go on later."""
         self.hold(is_held=True)
+        self._stage.checkers.worker_failed(self.round)
         self._agent.feed(WorkerStopped(self.local_rank, 19))
         self._clock.after(seconds, self._go_on)
 
@@ -111,6 +102,7 @@ class Worker:
         if self._is_alive:
             self.cease()
             self._agent.stream.forget(self._call)
+            self._agent.stream.forget(self._reporting)
             self._agent.worker_exited(self, code, signal)
 
     # ---- the program ----------------------------------------------------------------------------
@@ -132,13 +124,17 @@ class Worker:
         while True:
             await self._clock.pause(scenario.step_s * self._agent.rng.uniform(0.8, 1.2))
             await self._going
-            if scenario.samples:
-                await self._read()
-                is_finished = self._has_read_all
+            if self._books is not None:
+                await self._read(self._books)
+                is_finished = not self._books.has_more_epochs
             else:
                 is_finished = self.step + 1 >= scenario.steps
-            is_finished = await self._collective.meet(self.rank, is_finished=is_finished)
+            met = await self._collective.meet(self.rank, is_finished=is_finished)
             await self._going
+            if met is None:
+                await self._clock.pause(self._agent.rng.uniform(0.0, 1.0))
+                raise RejectedError("another rank is gone")
+            is_finished = met
             self.step += 1
             self.steps += 1
             self._stage.checkers.stepped(self._agent.place, self._run, self.rank, self.step)
@@ -182,9 +178,8 @@ class Worker:
         version = Version(vault.lineage, self.step)
         shape = Shape(self._run.world_size, scenario.shared)
         marks: tuple[d.Mark, ...] | None = None
-        if scenario.samples:
-            marks = (d.Mark("train", self._term, tuple(self._marks.values())),)
-            self._marks = {h.lease.number: _upto(h) for h in self._held}
+        if self._books is not None:
+            marks = self._books.marks()
         self._stage.checkers.saved(version, self.rank, self.trained)
         own = [rank_part(self.rank)]
         for part in [SHARED, *own] if scenario.shared and self.local_rank == 0 else own:
@@ -212,44 +207,64 @@ class Worker:
         assert dataset is not None
         opened = await self._ask(d.DatasetOpen(self.round, dataset))
         assert isinstance(opened, d.DatasetOpened)
-        self._term, self._epoch = opened.term, opened.position.epoch
+        self._books = Books(dataset)
+        self._books.opened(opened)
 
-    async def _read(self) -> None:
+    async def _read(self, books: Books) -> None:
         """The samples of this step, as far as there are any."""
         left = BATCH
-        while left and not self._has_read_all:
-            if not self._held:
-                await self._take()
-                if not self._held:
+        self._report(books)
+        while left and books.has_more_epochs:
+            if self._part is None:
+                if not books.ready:
+                    await self._take(books)
+                if not books.ready:
                     return
-            held = self._held[0]
-            piece = held.lease.piece
-            end = min(piece.end, held.upto + left)
-            for at in range(held.upto, end):
-                self.trained.append((piece.epoch, at))
-                self._stage.checkers.consumed(self._run, self._agent.vault.lineage, piece.epoch, at)
-            left -= end - held.upto
-            held.upto = end
-            self._marks[held.lease.number] = self._news[held.lease.number] = _upto(held)
-            if end == piece.end:
-                self._held.pop(0)
+                self._part = books.ready.popleft()
+            part = self._part
+            if part.is_wanted:
+                self._share(books, part)
+            end = min(part.end, part.given + left)
+            for at in range(part.given, end):
+                self.trained.append((part.epoch, at))
+                self._stage.checkers.consumed(self._run, self._agent.vault.lineage, part.epoch, at)
+            left -= end - part.given
+            books.finish(part, end)
+            if end == part.end:
+                self._part = None
 
-    async def _take(self) -> None:
-        said = tuple(self._news.values())
-        epochs = self._stage.scenario.epochs
-        body = d.ShardsTake(self.round, "train", self._term, self._epoch, 1, said, WAIT_S)
+    def _share(self, books: Books, part: Part) -> None:
+        """Others wait for this part: half of the rest goes back, as in client/data/holdings.py."""
+        part.is_wanted = False
+        rest = part.end - part.given
+        if rest > 1:
+            books.cut(part, part.end - rest // 2)
+            self._stage.checkers.cuts += 1
+
+    async def _take(self, books: Books) -> None:
+        body = self._request(books, self._stage.scenario.ahead, WAIT_S)
         taken = await self._ask(body)
         assert isinstance(taken, d.ShardsTaken)
-        for one in said:
-            if self._news.get(one.lease) == one:
-                del self._news[one.lease]
-        for lease in taken.leases:
-            self._held.append(Held(lease, lease.piece.begin))
-            self._marks[lease.number] = d.Consumed(lease.number, lease.piece.begin)
-        if taken.is_over:
-            self._epoch += 1
-            self._has_read_all = self._epoch >= epochs
+        books.taken(body, taken)
 
+    def _report(self, books: Books) -> None:
+        """Say how far it is while it goes on, unless the last such word is still under way."""
+        if self._reporting or not (books.has_news or books.owes_report):
+            return
+        body = self._request(books, 0, 0.0)
+        books.owes_report = False
+        self._reports += 1
 
-def _upto(held: Held) -> d.Consumed:
-    return d.Consumed(held.lease.number, held.upto)
+        def answered(answer: m.AnyMessage) -> None:
+            self._reporting = 0
+            if self._is_alive and isinstance(answer, d.ShardsTaken):
+                books.taken(body, answer)
+
+        session = f"{self._session}-reports"
+        self._reporting = self._agent.stream.call(body, answered, session, self._reports)
+
+    def _request(self, books: Books, want: int, wait_s: float) -> d.ShardsTake:
+        words = books.words()
+        return d.ShardsTake(
+            self.round, "train", books.term, books.epoch, want, words, wait_s, is_idle=want > 0
+        )

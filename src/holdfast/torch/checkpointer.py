@@ -24,7 +24,6 @@ from holdfast.torch.images import Image
 from holdfast.torch.loading import StateLoading, hand_over
 from holdfast.torch.policies import Every, EverySteps, Keep, KeepEvery, KeepLast
 from holdfast.torch.randomness import set_rng_state
-from holdfast.torch.restore import agree
 from holdfast.torch.session import MEMORY, STORAGE, Session, Tier
 
 __all__ = ["Checkpointer", "Saved", "MEMORY", "STORAGE", "Tier"]
@@ -218,18 +217,10 @@ class Checkpointer:
         load_state_dict that are given here take their state.
         """
         session = self._opened()
-        session.settle()
         loading = StateLoading(
             model, optimizer, lambda: session.sharded, session.copier, self._timeout_s, allow_pickle
         )
-        plan, parts = agree(
-            session.client,
-            session.slots,
-            loading,
-            -1 if step is None else _checked(step),
-            self._timeout_s,
-        )
-        session.agreed(plan)
+        plan, parts = session.agree(loading, -1 if step is None else _checked(step))
         loaded: int | None = None
         if parts is not None:
             try:
@@ -257,16 +248,8 @@ class Checkpointer:
         """
         self._followers.expect_own_state()
         session = self._opened()
-        session.settle()
         loading = FilesLoading(parts)
-        plan, opened = agree(
-            session.client,
-            session.slots,
-            loading,
-            -1 if step is None else _checked(step),
-            self._timeout_s,
-        )
-        session.agreed(plan)
+        _, opened = session.agree(loading, -1 if step is None else _checked(step))
         self._followers.restored()
         return None if opened is None else loading.files(opened)
 

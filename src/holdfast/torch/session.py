@@ -31,6 +31,7 @@ from holdfast.torch.mappings import MappedSlots
 from holdfast.torch.overlap import BackgroundSave, Gate
 from holdfast.torch.policies import Every, Keep, Schedule
 from holdfast.torch.randomness import rng_state
+from holdfast.torch.restore import Loading, Parts, agree
 from holdfast.torch.sharding import is_sharded
 from holdfast.torch.sizes import optimizer_bytes_to_come
 from holdfast.torch.staging import CudaAccelerator, DeviceStager
@@ -179,7 +180,14 @@ class Session:
         stored = list_committed(open_storage(self._series.directory), self._series)
         return stored[0].version.step if stored else None
 
-    def agreed(self, plan: RestorePlan) -> None:
+    def agree(self, loading: Loading, step: int) -> tuple[RestorePlan, Parts | None]:
+        """Come to one version with all other ranks. The caller closes the parts."""
+        self.settle()
+        plan, parts = agree(self.client, self.slots, loading, step, self._timeout_s)
+        self._agreed(plan)
+        return plan, parts
+
+    def _agreed(self, plan: RestorePlan) -> None:
         """The ranks agreed on a state to begin with."""
         self._has_lineage, self._last_step = True, -1
         self._storage_due.failures_per_s = plan.failures_per_s
@@ -227,5 +235,5 @@ class Session:
                 "training. It is what brings the data to where the model is."
             )
         if not self._has_lineage or step <= self._last_step:
-            self.agreed(self.client.restore(fresh=True, timeout_s=self._timeout_s))
+            self._agreed(self.client.restore(fresh=True, timeout_s=self._timeout_s))
         self._last_step = step
