@@ -53,7 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Simulate a job on a failing cluster and tell how much of the time is work. "
         "Failures follow published data, the master's real core decides, and one seed decides "
         "all chance: the same command gives the same figures.",
-        epilog="Exit codes: 0 simulated, 2 usage. docs/simulation.md says what is modelled.",
+        epilog="Exit codes: 0 simulated, 2 usage. docs/simulation-goodput.md: what is modelled.",
         allow_abbrev=False,
     )
     known = ", ".join(failures.presets())

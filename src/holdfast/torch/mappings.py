@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.memory import fault_in, low_priority
 from holdfast.checkpoint.slots import Slot
+from holdfast.model.errors import StateError
 from holdfast.torch.staging import Stager
 
 
@@ -29,15 +30,19 @@ class MappedSlots:
         StateError: there is none.
         """
         self.forget_removed()
-        known = self._slots.get(path)
-        if known is not None:
+        try:
             found = os.stat(path)
-            if known[0] == (found.st_ino, found.st_size):
-                return known[1]
+        except FileNotFoundError:
+            raise StateError(f"the memory slot {path} is gone") from None
+        identity = (found.st_ino, found.st_size)
+        if path in self._slots:
+            known, slot = self._slots[path]
+            if known == identity:
+                return slot
             self._unmap(path)
+        # Should the file change hands after the look at it, the next look finds that out.
         slot = Slot.open(Path(path), writable=True)
-        found = os.stat(path)
-        self._slots[path] = ((found.st_ino, found.st_size), slot)
+        self._slots[path] = (identity, slot)
         self._stager.mapped(slot.address, len(slot.data))
         return slot
 
