@@ -14,7 +14,8 @@ from holdfast.core.job.flow import JobCore
 from holdfast.core.kernel import Command, Event
 from holdfast.master.stories import describe_progress, tell
 from holdfast.model.ids import NodeId
-from holdfast.ports.platform import Order, Platform
+from holdfast.model.order import Order
+from holdfast.ports.platform import Platform
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
 from holdfast.protocol.data import DataCall, DataMarked

@@ -5,16 +5,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.model.ids import NodeId, NodeRank
+from holdfast.model.ids import NodeId
 from holdfast.model.node import ExitReason, Phase
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A node that shall exist. The id makes it idempotent."""
-
-    node_id: NodeId
-    node_rank: NodeRank
+from holdfast.model.order import Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +18,8 @@ class Sighting:
     phase: Phase
     reason: ExitReason | None = None
     message: str = ""
+    host: str = ""
+    """The machine that it was put on; empty while it is on none, or if the platform has one."""
 
 
 class Platform(Protocol):

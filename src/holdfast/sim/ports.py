@@ -8,8 +8,9 @@ from holdfast.agent.network import ReservedPort
 from holdfast.core.job.events import NodeSeen
 from holdfast.model.errors import StateError
 from holdfast.model.ids import NodeId
+from holdfast.model.order import Order
 from holdfast.ports.journal import Entry
-from holdfast.ports.platform import Order, Sighting
+from holdfast.ports.platform import Sighting
 from holdfast.runtime.journal import MemoryJournal
 from holdfast.sim.platform import Platform
 

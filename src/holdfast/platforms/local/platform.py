@@ -18,7 +18,8 @@ import psutil
 
 from holdfast.model.ids import NodeId
 from holdfast.model.node import ExitReason, Phase, classify_exit
-from holdfast.ports.platform import Order, Sighting
+from holdfast.model.order import Order
+from holdfast.ports.platform import Sighting
 
 GRACE_S = 15.0
 
