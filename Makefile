@@ -37,13 +37,17 @@ demo: $(STAMP)
 	@$(BIN)/holdfast demo
 
 # The suite checks at its very end that no process, shared memory or folder is left (tests/conftest.py).
-# Compiled first, because it starts a thousand processes, which may be told not to write bytecode. More
-# workers than cores, because tests with real processes also wait; one test at a time for each, because
-# the longest come first.
-test: lint
-	@echo "==> tests"
-	@$(BIN)/python -m compileall -q src
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --maxschedchunk 1 --ignore=tests/tidy/test_tidy.py
+# The API server for the kube tests is built once per machine, beside the set-up and lint. Bytecode is
+# compiled first, because the suite starts a thousand processes, which may be told not to write it. More
+# workers than cores, because tests with real processes also wait. The longest come first; what starts a
+# Ray cluster or loads TensorFlow stays in one of the workers (xdist_group).
+test:
+	@scripts/kube-testbed & testbed=$$!; \
+	$(MAKE) --no-print-directory lint && { \
+		wait $$testbed || echo "==> without an API server the kube tests will skip"; \
+		echo "==> tests"; \
+		$(BIN)/python -m compileall -q src && \
+		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --ignore=tests/tidy/test_tidy.py; }
 
 lint: $(STAMP)
 	@echo "==> ruff"
@@ -67,8 +71,10 @@ soak: $(STAMP)
 	@set -e; for round in $$(seq $(SOAK_ROUNDS)); do \
 		echo "==> soak round $$round of $(SOAK_ROUNDS)"; \
 		HOLDFAST_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \
-		HOLDFAST_SOAK_SEEDS=$(SOAK_SEEDS) $(BIN)/python -m pytest -q -x tests/core/test_shards_history.py; \
+		HOLDFAST_SOAK_SEEDS=$(SOAK_SEEDS) $(BIN)/python -m pytest -q -x tests/core/test_shards_history.py \
+			tests/core/test_histories.py tests/core/test_checkpoints_histories.py tests/wire/test_fuzz.py; \
 		$(BIN)/python -m holdfast.sim.swarm --seeds $$((round * $(SOAK_SEEDS)))..$$((round * $(SOAK_SEEDS) + $(SOAK_SEEDS))); \
+		$(BIN)/python -m holdfast.sim.driver_swarm --seeds $$((round * $(SOAK_SEEDS) / 10))..$$(((round + 1) * $(SOAK_SEEDS) / 10)); \
 	done
 
 clean:

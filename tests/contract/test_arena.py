@@ -23,7 +23,7 @@ from holdfast.model.errors import RejectedError, StateError
 MIB = 1024 * 1024
 SIZE = 100_000
 KEY = PartKey("/ckpt", "shared")
-READY_S = 20.0
+READY_S = 120.0
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_appending_from_another_thread(location: Location) -> None:
     with closing(location.open()) as journal:
         with ThreadPoolExecutor(max_workers=1) as thread:
             for entries in batches:
-                thread.submit(journal.append, entries).result(timeout=30)
+                thread.submit(journal.append, entries).result(timeout=120)
         assert journal.load() == [entry for entries in batches for entry in entries]
 
 
@@ -319,7 +319,7 @@ def test_a_child_process_does_not_keep_the_lock(directory: Path) -> None:
         open_in(directory).close()
         assert child.poll() is None
     finally:
-        child.communicate(timeout=30)
+        child.communicate(timeout=120)
 
 
 def test_a_missing_parent_is_not_made_up(tmp_path: Path) -> None:

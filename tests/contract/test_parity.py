@@ -396,4 +396,4 @@ assert target == b"\\xf0\\x0f\\x00\\x00", target
 """
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.defpath}
     command = [sys.executable, "-c", script]
-    subprocess.run(command, check=True, timeout=60, env=environment)
+    subprocess.run(command, check=True, timeout=120, env=environment)

@@ -19,7 +19,7 @@ async def main():
 
 asyncio.run(main())
 """
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def run(*starter: str) -> "subprocess.Popen[str]":

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -28,7 +28,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 """For everything that must happen: far above what it takes, because the machine may be busy."""
 
 MARK = "HOLDFAST_TEST_JOBS"
@@ -357,19 +357,27 @@ class Jobs:
             left = [f"{p.pid} {' '.join(p.cmdline())[:150]}" for p in self.living()]
             raise AssertionError(f"left behind: {left}\n{self.story()}") from None
 
-    def close(self) -> None:
-        """Kill everything, by process id, until nothing is found any more."""
+    def kill_all(self, *, node: str = "") -> None:
+        """Kill everything, or everything of one node as if its machine were lost; returns when
+        nothing of it lives any more."""
 
         def killed() -> bool:
             living = self.living()
-            for process in living:
+            for process in living.copy():
                 try:
-                    process.kill()
+                    if node and process.environ().get("STEPS_NODE") != node:
+                        living.remove(process)
+                    else:
+                        process.kill()
                 except psutil.Error:
-                    continue
+                    continue  # It ended meanwhile; the next look will tell.
             return not living
 
         until(killed, LIMIT_S)
+
+    def close(self) -> None:
+        """Kill what is left, and remove the folder."""
+        self.kill_all()
         for command in self.commands:
             command.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -382,7 +390,24 @@ def playground() -> Iterator[Jobs]:
     try:
         yield jobs
     finally:
+        # pytest shows it with a test that failed, whatever it was that failed.
+        print(jobs.story())
         jobs.close()
+
+
+def lose_memory_of(agent: int) -> None:
+    """Kill an agent and remove its shared memory, as the loss of its host does."""
+    # Held still until both are gone: it must not add to its memory, nor a successor find some.
+    os.kill(agent, signal.SIGSTOP)
+    opened = []
+    for descriptor in Path(f"/proc/{agent}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            opened.append(descriptor.readlink())
+    roots = {path.parent for path in opened if path.name == "lock" and "/holdfast-" in str(path)}
+    assert roots, f"agent {agent} holds no checkpoint memory"
+    for root in roots:
+        shutil.rmtree(root)
+    os.kill(agent, signal.SIGKILL)
 
 
 def is_gone(pid: int) -> bool:

@@ -19,7 +19,7 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, connect
 
-START_S = 60.0
+START_S = 120.0
 Pushed = TypeVar("Pushed")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,11 +82,13 @@ class Master:
 def running_master(home: Home, job: str = "t", *options: str) -> Iterator[Master]:
     """A master that has announced its address; stopped, or killed if it does not stop."""
     words = ("master", "--job", job, "--listen", "127.0.0.1:0", "--state", str(home.state(job)))
+    # Hollow agents do not beat, and commands may take long on a busy machine.
+    patience = ("--silence", "600", "--lease", "600")
     home.state(job).parent.mkdir(exist_ok=True)
     with (
         (home.folder / f"{job}.log").open("w") as log,
         subprocess.Popen(
-            home.command(*words, *options),
+            home.command(*words, *patience, *options),
             env=home.environment(),
             stdout=subprocess.PIPE,
             stderr=log,

@@ -10,7 +10,7 @@ from holdfast.model.checkpoint import NONE, Shape
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 Body = TypeVar("Body", bound=m.Message)
 
 

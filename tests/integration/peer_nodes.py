@@ -21,7 +21,7 @@ from holdfast.model.errors import HoldfastError, RejectedError, StateError
 from holdfast.model.parity import Block
 from holdfast.protocol.checkpoints import PartGet, PartPut
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 TOKEN = b"0123456789abcdef"
 DIRECTORY = "/checkpoints"
 VERSION = Version(2, 2**24 + 1)

@@ -24,7 +24,7 @@ from holdfast.agent.processes import Processes, RunMode, WorkerOrder
 from holdfast.worker.progress import Progress, ProgressCell
 from tests.waiting import until
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 ROOT = Path(__file__).parents[2]
 BIG = 1 << 20
 
@@ -115,12 +115,15 @@ class Agent:
         self.wait("pong")
         return [event for event in self._seen if event["kind"] == kind]
 
-    def spare_state(self) -> str:
-        self.send("spare_state")
-        return str(self.wait("spare")["state"])
-
     def wait_for_spare(self, state: str) -> None:
-        until(lambda: self.spare_state() == state, TIMEOUT_S, f"spare state {state}")
+        """Until spares are in this state, and have imported all that was learned from workers."""
+
+        def is_so() -> bool:
+            self.send("spare_state")
+            spare = self.wait("spare")
+            return spare["state"] == state and (spare["knows_all"] or state.startswith("off"))
+
+        until(is_so, TIMEOUT_S, f"spare state {state}")
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -166,8 +169,9 @@ class Program:
             spares=spares,
             base_env=os.environ,
             excluded_roots=(folder,),
-            on_warm=lambda: emit("warm"),
+            on_warm=self._warm,
         )
+        self._taught: tuple[str, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def obey(self, order: Event) -> None:
@@ -183,9 +187,14 @@ class Program:
                 await self._processes.stop(order["grace_s"])
                 emit("all_stopped", took_s=time.monotonic() - began)
             case "spare_state":
-                emit("spare", state=self._processes.spare_state)
+                knows_all = self._taught == self._processes.learned
+                emit("spare", state=self._processes.spare_state, knows_all=knows_all)
             case "ping":
                 emit("pong")
+
+    def _warm(self) -> None:
+        self._taught = self._processes.learned
+        emit("warm")
 
     async def close(self) -> None:
         await self._processes.close()

@@ -25,7 +25,7 @@ from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.model.checkpoint import Shape, Version
 
 KEY = PartKey("/ckpt", "shared")
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def state_at(step: int) -> dict[str, bytes]:
@@ -39,10 +39,11 @@ def size_of(step: int) -> int:
     return lay_out((name, len(content)) for name, content in state_at(step).items())[1]
 
 
-def worker(asks: int, answers: BinaryIO, first_step: int, chance: random.Random) -> None:
+def worker(
+    asks: int, answers: BinaryIO, first_step: int, chance: random.Random, dies_after: int
+) -> None:
     """Save for ever, or until a chosen copy, in the middle of which it ends itself."""
     copier = Copier(threads=2)
-    dies_after = chance.randrange(1, 20) if chance.random() < 0.5 else -1
     step = first_step
     while True:
         os.write(asks, b"a%d\n" % step)
@@ -72,20 +73,22 @@ def one_life(arena: Arena, chance: random.Random, first_step: int) -> tuple[int,
     """A worker from its fork to its death. The last step it reported, and the last it began."""
     asks, tell = os.pipe()
     hear, answers = os.pipe()
+    # Half of them end themselves; the others are killed at any moment after their first step.
+    dies_after = chance.randrange(1, 6) if chance.random() < 0.5 else -1
     pid = os.fork()
     if pid == 0:
         os.close(asks)
         os.close(answers)
         with open(hear, "rb") as answers_to_me:
-            worker(tell, answers_to_me, first_step, random.Random(chance.random()))
+            worker(tell, answers_to_me, first_step, random.Random(chance.random()), dies_after)
     os.close(tell)
     os.close(hear)
     reported, begun = first_step - 1, first_step - 1
     granted: Path | None = None
-    lives_s = 0.05 * chance.random()
+    lives_s = WAIT_S
     with open(asks, "rb", buffering=0) as requests:
         while True:
-            if not select.select([requests], [], [], lives_s)[0] or chance.random() < 0.02:
+            if not select.select([requests], [], [], lives_s)[0]:
                 os.kill(pid, signal.SIGKILL)
             line = requests.readline().decode()
             if not line:
@@ -100,7 +103,8 @@ def one_life(arena: Arena, chance: random.Random, first_step: int) -> tuple[int,
             else:
                 reported = arena.sealed(line[1:].strip()).meta.version.step
                 granted = None
-                lives_s = 0.004 * chance.random()
+                if dies_after < 0:
+                    lives_s = 0.004 * chance.random()
     os.close(answers)
     os.waitpid(pid, 0)
     if granted is not None:

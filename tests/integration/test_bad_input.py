@@ -110,20 +110,21 @@ def test_mistakes_on_the_command_line(jobs: Jobs, part: int) -> None:
 
 
 def test_a_master_that_cannot_be_reached(jobs: Jobs, files: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
     words = ("--token-file", "token", "--rdzv-conf", "join_timeout=1", "train.py")
-    refusing = jobs.run("--master", f"127.0.0.1:{port}", *words)
     nobody = f"{secrets.token_hex(8)}.invalid:29400"
     unknown = jobs.run("--insecure", "--master", nobody, *words)
-    said = complaint(refusing, FAILED)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # Nobody else gets this port, and nobody listens on it.
+        port = bound.getsockname()[1]
+        refusing = jobs.run("--master", f"127.0.0.1:{port}", *words)
+        said = complaint(refusing, FAILED)
     assert said.startswith(f"the master does not answer: 127.0.0.1:{port}: Connection refused")
     assert complaint(unknown, FAILED).endswith("(tried for 1 s)")
     assert not list(files.glob("tmp/holdfast-*"))
 
 
 def test_something_else_where_the_master_should_be(jobs: Jobs, files: Path) -> None:
-    words = ("--token-file", str(files / "token"), "--rdzv-conf", "join_timeout=1", "train.py")
+    words = ("--token-file", str(files / "token"), "train.py")
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(LIMIT_S)
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -247,14 +248,13 @@ def test_tls(jobs: Jobs, files: Path) -> None:
     secure = ("--tls-cert", str(certificate), "--tls-key", str(key), "--http", "off")
     master = jobs.master(*secure, listen="0.0.0.0:0")
     master.address = master.address.replace("0.0.0.0", "127.0.0.1")
-    soon = ("--rdzv-conf", "join_timeout=2", "--no-spares")
-    distrusts = jobs.node(master, *soon, "--tls-ca", str(other), "train.py")
-    readable = jobs.node(master, *soon, "train.py")
+    distrusts = jobs.node(master, "--no-spares", "--tls-ca", str(other), "train.py")
+    readable = jobs.node(master, "--no-spares", "--rdzv-conf", "join_timeout=2", "train.py")
     assert "its certificate is not trusted here" in complaint(distrusts, USAGE)
     assert "no answer in time on an open connection; does it want TLS?" in complaint(
         readable, FAILED
     )
-    jobs.node(master, *soon, "--tls-ca", str(certificate), "train.py").succeeds()
+    jobs.node(master, "--no-spares", "--tls-ca", str(certificate), "train.py").succeeds()
     master.succeeds()
 
 
@@ -276,14 +276,14 @@ def disk(jobs: Jobs) -> Iterator[Path]:
     folder = jobs.folder / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False, timeout=30).returncode:
+    if subprocess.run(mount, capture_output=True, check=False, timeout=120).returncode:
         pytest.skip("needs a disk of its own: allow mount(2), e.g. by CAP_SYS_ADMIN")
     try:
         yield folder
     finally:
         for command in jobs.commands:
             command.kill()
-        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=120)
 
 
 def fill(disk: Path, *, keep: int) -> Path:
@@ -302,9 +302,9 @@ def test_a_full_or_read_only_disk_at_the_start(jobs: Jobs, disk: Path) -> None:
     assert "is full; free some space" in complaint(jobs.start(*serve), FAILED)
     ballast.unlink()
     remount = ["mount", "-o", "remount,{}", str(disk)]
-    subprocess.run([word.format("ro") for word in remount], check=True, timeout=30)
+    subprocess.run([word.format("ro") for word in remount], check=True, timeout=120)
     assert "its file system is read-only" in complaint(jobs.start(*serve), FAILED)
-    subprocess.run([word.format("rw") for word in remount], check=True, timeout=30)
+    subprocess.run([word.format("rw") for word in remount], check=True, timeout=120)
     jobs.master("--http", "off", state=state)
 
 

@@ -25,7 +25,7 @@ from holdfast.torch import (
 )
 from tests.waiting import until
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Tied(nn.Module):

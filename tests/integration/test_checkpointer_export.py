@@ -27,7 +27,7 @@ def saved(tmp_path: Path) -> torch.nn.Module:
     optimizer.step()
     with Checkpointer(tmp_path / "saves") as checkpointer:
         checkpointer.save(7, model, optimizer, extra={"epoch": 3}, to=STORAGE)
-        assert checkpointer.wait(60.0) == 7
+        assert checkpointer.wait(120.0) == 7
     return model
 
 
@@ -73,6 +73,6 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, saved: torch.nn.Mo
 def test_files_of_a_framework_are_not_ours_to_convert(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "saves") as checkpointer:
         checkpointer.save_files(1, {"x.bin": b"x"}, to=STORAGE)
-        assert checkpointer.wait(60.0) == 1
+        assert checkpointer.wait(120.0) == 1
     with pytest.raises(UsageError, match="own format"):
         export(tmp_path, "torch")

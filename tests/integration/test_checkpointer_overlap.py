@@ -16,7 +16,7 @@ from holdfast.torch.overlap import BackgroundSave, Gate
 from holdfast.torch.staging import DeviceStager, Event, HostStager, Placed
 from holdfast.torch.zip_image import memory_file
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Slow:

@@ -33,7 +33,7 @@ from tests.integration.control import shut
 from tests.masters import ROOT, Master
 from tests.waiting import until
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 SCOPES = itertools.count(1)
 
 
@@ -246,9 +246,9 @@ def test_a_wait_that_is_asked_again_keeps_its_limit(cutting: Cutting) -> None:
     begun = time.monotonic()
     # The cut comes with the answer, so when the time is over: nothing of it is left then.
     with pytest.raises(TimedOutError):
-        get(client, "missing", timeout_s=3.0)
+        get(client, "missing", timeout_s=5.0)
     # Less than twice the limit, with all the rest of it for a busy machine.
-    assert 3.0 <= time.monotonic() - begun < 5.9
+    assert 5.0 <= time.monotonic() - begun < 9.9
 
 
 # ---- threads and forks --------------------------------------------------------------------------

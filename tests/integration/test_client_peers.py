@@ -24,7 +24,7 @@ from holdfast.model.errors import (
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 TOKEN = b"0123456789abcdef"
 
 

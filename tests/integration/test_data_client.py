@@ -20,7 +20,7 @@ from holdfast.model.errors import FencedError, StateError, UsageError
 from holdfast.protocol.data import DatasetOpened, ShardsTake, ShardsTaken
 from tests.waiting import until
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 class Away:

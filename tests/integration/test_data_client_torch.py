@@ -138,7 +138,7 @@ def test_the_example_counts_every_sample_once(jobs: Jobs) -> None:
     job = jobs.run(
         "--nproc-per-node", "2", "--no-spares", str(ROOT / "examples/data.py"), str(jobs.folder)
     )
-    job.succeeds(100)
+    job.succeeds(240)
     assert "the sum of all samples is 399980000, it should be 399980000" in job.text
 
 
@@ -159,7 +159,7 @@ def test_loaders_with_worker_processes_in_a_job(
     jobs.write("numbers", "".join(f"{number}\n" for number in range(SIZE)))
     words = ("--nproc-per-node", "2", "--no-spares", str(SCRIPTS / "loads.py"))
     job = jobs.run(*words, SIZE=str(SIZE), HOW=how, START=start, FAULTS=faults)
-    job.succeeds(100)
+    job.succeeds(240)
     said = [json.loads(line) for line in (jobs.folder / "read.log").read_text().splitlines()]
     read = Counter((one["epoch"], sample) for one in said for sample in one["samples"])
     assert set(read) == {(epoch, sample) for epoch in range(2) for sample in range(SIZE)}

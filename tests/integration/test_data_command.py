@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.model.dataset import LINES, Dataset, Extent
 from holdfast.protocol import data as d
-from tests.integration.jobs import SCRIPTS, Jobs
+from tests.integration.jobs import LIMIT_S, SCRIPTS, Jobs
 from tests.integration.live_master import HollowAgent, Home, Master, running_master
 from tests.waiting import until
 
@@ -46,7 +46,7 @@ def test_a_job_that_reads(jobs: Jobs) -> None:
         seen.append(json.loads(said(jobs, "show", "train", "--json")))
         return all(seen[-1][field] == seen[-2].get(field) for field in ("consumed", "leases"))
 
-    until(nothing_moves, 30.0)
+    until(nothing_moves, LIMIT_S)
     found = seen[-1]
     listed, shown = said(jobs, "ls", COLUMNS="80"), said(jobs, "show", "train", COLUMNS="80")
     jobs.go()

@@ -8,7 +8,7 @@ from holdfast.client.data.ledgers import OwnLedger
 from holdfast.protocol.data import ShardsTake, ShardsTaken
 from tests.waiting import until
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 class FarLedger(OwnLedger):

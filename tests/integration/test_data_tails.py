@@ -16,7 +16,7 @@ from holdfast.torch.data import ShardedLoader, ShardedMapDataset
 from tests.waiting import until
 
 SIZE = 500
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 Read = Callable[[DataShards], Iterator[int]]
 
 

@@ -8,13 +8,19 @@ be done again, but then it gives the same loss again.
 import fcntl
 import os
 import random
-import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPTS, Command, Event, Jobs, playground, wait_gone
+from tests.integration.jobs import (
+    SCRIPTS,
+    Command,
+    Event,
+    Jobs,
+    lose_memory_of,
+    playground,
+    wait_gone,
+)
 
 FLASH = str(SCRIPTS / "flash.py")
 STEPS = 60
@@ -22,11 +28,13 @@ KILLS = int(os.environ.get("HOLDFAST_SOAK_KILLS", "5"))
 """`make soak` asks for hundreds."""
 
 # The one that comes first waits for the undisturbed run as well.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 def lines_of(jobs: Jobs) -> str:
-    return (jobs.folder / "losses").read_text()
+    """All losses so far, without a line that is being written."""
+    text = (jobs.folder / "losses").read_text()
+    return text[: text.rfind("\n") + 1]
 
 
 def curve(lines: str) -> dict[int, set[str]]:
@@ -86,16 +94,6 @@ def at_step(jobs: Jobs, step: int, *, after: int = 0) -> Event:
     )[-1]
 
 
-def wipe_memory_of(agent: int) -> None:
-    """What the loss of a host does to its memory: its agent's segments are gone."""
-    held = [Path(os.readlink(fd)) for fd in Path(f"/proc/{agent}/fd").iterdir() if fd.exists()]
-    roots = {path.parent for path in held if path.name == "lock" and "/holdfast-" in str(path)}
-    assert roots, f"agent {agent} holds no checkpoint memory"
-    os.kill(agent, signal.SIGKILL)
-    for root in roots:
-        shutil.rmtree(root)
-
-
 @pytest.mark.parametrize("safety", ["REPLICAS", "PARITY"])
 def test_a_killed_worker_and_then_a_lost_node(
     jobs: Jobs, undisturbed: dict[int, set[str]], safety: str
@@ -106,11 +104,12 @@ def test_a_killed_worker_and_then_a_lost_node(
     os.kill(killed.pid, signal.SIGKILL)
     lost = at_step(jobs, 33, after=killed.round)
     assert repeated(jobs) <= 1
-    wipe_memory_of(lost.agent)
+    lose_memory_of(lost.agent)
     wait_gone([lost.pid])
     job.succeeds()
     assert curve(lines_of(jobs)) == undisturbed
-    assert repeated(jobs) <= 2
+    # The safe step, two that wait to be copied, and one that has no slot yet.
+    assert repeated(jobs) <= 3
     loaded = [event.step for event in jobs.events("loaded") if event.round > lost.round]
     assert set(loaded) != {30}, "storage was used where the peers had a newer step"
     assert min(loaded) >= lost.step - 2
@@ -120,13 +119,12 @@ def test_a_killed_worker_and_then_a_lost_node(
 def test_a_killed_worker_and_then_everything_while_copies_overlap_training(
     jobs: Jobs, undisturbed: dict[int, set[str]]
 ) -> None:
-    job = start_warm(jobs, OVERLAP="1")
+    job = start_warm(jobs, OVERLAP="1", STAY="36")
     killed = at_step(jobs, 13)
     os.kill(killed.pid, signal.SIGKILL)
     at_step(jobs, 33, after=killed.round)
     job.wait_line(r"step 30 .*(safe|committed)")
-    for process in jobs.living():
-        process.kill()
+    jobs.kill_all()
     job.wait()
     assert repeated(jobs) <= 2
     before = len(jobs.events("loaded"))
@@ -136,11 +134,11 @@ def test_a_killed_worker_and_then_everything_while_copies_overlap_training(
     assert curve(lines_of(jobs)) == undisturbed
 
 
-@pytest.mark.timeout(240 + 30 * KILLS)
+@pytest.mark.timeout(480 + 30 * KILLS)
 def test_random_kills_of_workers_and_nodes(jobs: Jobs) -> None:
     """Whoever dies, at whatever moment: no step is lost for good, none is done differently."""
     dice = random.Random(KILLS)
-    steps = 20 + 15 * KILLS
+    steps = 20 + 20 * KILLS
     expected = curve(lines_without_kills(steps, workers=2))
     job = start_warm(jobs, steps=steps, workers=2, REPLICAS="1")
     world = jobs.wait_world(4)
@@ -149,7 +147,7 @@ def test_random_kills_of_workers_and_nodes(jobs: Jobs) -> None:
         jobs.wait_for("step", lambda event, step=step: event.step >= step)
         victim = dice.choice(world)
         if dice.random() < 0.3:
-            wipe_memory_of(victim.agent)
+            lose_memory_of(victim.agent)
         else:
             os.kill(victim.pid, signal.SIGKILL)
         world = jobs.wait_world(4, after=world)

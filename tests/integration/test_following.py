@@ -169,7 +169,7 @@ def test_a_process_on_its_own_saves_where_its_data_are(tmp_path: Path) -> None:
         # Back in the same process, too.
         assert checkpointer.load(model=model) == 3
         fourth = next(shards.batches(16)).tolist()
-        checkpointer.wait(60.0)
+        checkpointer.wait(120.0)
     with Checkpointer(tmp_path / "saves") as checkpointer:
         shards = begun(checkpointer)
         assert checkpointer.load(model=model) == 3

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile peers at the doors of a live master and a live agent, while honest ones are served."""
 
+import asyncio
 import contextlib
 import math
 import random
@@ -23,6 +24,7 @@ from holdfast.model.errors import RejectedError
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
+from holdfast.runtime.transport import Link, listen
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Jobs, MasterCommand
 from tests.waiting import until
 
@@ -387,3 +389,40 @@ def test_peers_that_never_read_are_cut_off(target: Target) -> None:
         greedy.is_reset()
     honest.was_served()
     target.is_unharmed(growth_bytes_max=1024 * MEGABYTE)
+
+
+class Generous:
+    """Answers every request with much."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def opened(self, link: Link) -> None:
+        """Everybody may ask."""
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        self.heard += 1
+        link.answer(m.Values((bytes(8 * MEGABYTE),)), frame.call)
+
+    def closed(self, link: Link) -> None:
+        """Nobody is missed."""
+
+
+def test_who_is_cut_off_for_asking_too_much_is_not_heard_to_the_end() -> None:
+    """Answers that nobody will get would keep the server from everybody else for seconds."""
+    token, requests = bytes(32), 1000
+    handler = Generous()
+
+    def ask(address: str) -> None:
+        with Peer(address) as greedy:
+            greedy.shake_hands(token)
+            greedy.say(codec.encode(m.KvGet(SCOPE, ("large",), LIMIT_S), 1) * requests)
+            greedy.is_hung_up_on()
+
+    async def serve() -> None:
+        server = await listen("127.0.0.1:0", handler, token)
+        await asyncio.to_thread(ask, server.address)
+        await server.close()
+
+    asyncio.run(serve())
+    assert 0 < handler.heard < requests // 4

@@ -5,7 +5,7 @@ The prior art waited for NCCL's ten minutes, or marked the job as failed without
 """
 
 from tests.integration.control import observe
-from tests.integration.jobs import SCRIPTS, Command, Jobs, MasterCommand
+from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Jobs, MasterCommand
 from tests.waiting import until
 
 STUCK = str(SCRIPTS / "stuck.py")
@@ -20,7 +20,7 @@ def two_nodes(jobs: Jobs, master: MasterCommand, **env: str) -> list[Command]:
 
 def wait_heard(master: MasterCommand) -> None:
     """Until the master has heard of steps."""
-    until(lambda: observe(master)["progress"]["step"] >= HEARD_STEPS, 60.0, "steps at the master")
+    until(lambda: observe(master)["progress"]["step"] >= HEARD_STEPS, LIMIT_S, "its steps")
 
 
 def test_a_worker_that_sleeps_inside_a_step_is_found_by_missing_progress(jobs: Jobs) -> None:
@@ -34,7 +34,7 @@ def test_a_worker_that_sleeps_inside_a_step_is_found_by_missing_progress(jobs: J
     master.wait_line(
         r"round 1 is over: no worker has made a step for \d+ s, where 10 s are allowed"
     )
-    until(lambda: observe(master)["progress"]["incidents"][0]["closed"], 60.0, "an end of it")
+    until(lambda: observe(master)["progress"]["incidents"][0]["closed"], LIMIT_S, "an end of it")
     view = observe(master)
     assert set(view["restarts"]) == {"stalled"}
     assert view["progress"]["incidents"][0]["stages"]["detect"] > 10.0

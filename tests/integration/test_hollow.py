@@ -12,7 +12,7 @@ from holdfast.runtime.token import read_token
 from tests.masters import Master
 
 AGENTS = 50
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from holdfast.model.errors import StateError, UsageError
 from tests.integration.live_master import Home, Master, recovered_once, running_master
 
 TOKEN = b"0123456789abcdef"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,10 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
     """One master for all tests that only ask."""
     with running_master(Home(tmp_path_factory.mktemp("http"))) as running:
         yield running
+
+
+def get(url: str, headers: dict[str, str] | None = None) -> httpx.Response:
+    return httpx.get(url, headers=headers, timeout=DEADLINE_S)
 
 
 def bearer(token: bytes) -> dict[str, str]:
@@ -41,12 +45,12 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 
 def test_health_needs_no_key(master: Master) -> None:
-    answer = httpx.get(f"{master.http}/healthz")
+    answer = get(f"{master.http}/healthz")
     assert (answer.status_code, answer.json()) == (200, {"ok": True})
 
 
 def test_the_index_lists_every_route(master: Master) -> None:
-    answer = httpx.get(f"{master.http}/")
+    answer = get(f"{master.http}/")
     assert answer.headers["content-type"].startswith("text/plain")
     assert all(path in answer.text for path in ("/healthz", "/metrics", "/api/v1/job"))
 
@@ -63,7 +67,7 @@ def test_the_index_lists_every_route(master: Master) -> None:
 )
 def test_the_api_is_closed_without_the_key(master: Master, shown: dict[str, str]) -> None:
     for path in ("/api/v1/job", "/api/v1/nothing", "/api/"):
-        answer = httpx.get(f"{master.http}{path}", headers=shown)
+        answer = get(f"{master.http}{path}", headers=shown)
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == "Bearer"
         assert "Authorization: Bearer KEY" in answer.json()["error"]
@@ -71,11 +75,11 @@ def test_the_api_is_closed_without_the_key(master: Master, shown: dict[str, str]
 
 def test_the_token_itself_opens_nothing(master: Master) -> None:
     shown = {"Authorization": f"Bearer {master.token.decode()}"}
-    assert httpx.get(f"{master.http}/api/v1/job", headers=shown).status_code == 401
+    assert get(f"{master.http}/api/v1/job", headers=shown).status_code == 401
 
 
 def test_the_job_as_json(master: Master) -> None:
-    answer = httpx.get(f"{master.http}/api/v1/job", headers=bearer(master.token))
+    answer = get(f"{master.http}/api/v1/job", headers=bearer(master.token))
     assert answer.status_code == 200
     job = answer.json()
     assert (job["job"], job["state"], job["nodes"]) == ("t", "running", [])
@@ -83,16 +87,16 @@ def test_the_job_as_json(master: Master) -> None:
 
 
 def test_an_unknown_path_and_a_wrong_method_are_explained(master: Master) -> None:
-    missing = httpx.get(f"{master.http}/nothing/here")
+    missing = get(f"{master.http}/nothing/here")
     assert missing.status_code == 404
     assert "/nothing/here" in missing.json()["error"]
-    posted = httpx.post(f"{master.http}/healthz", content=b"x" * 100_000)
+    posted = httpx.post(f"{master.http}/healthz", content=b"x" * 100_000, timeout=DEADLINE_S)
     assert posted.status_code == 405
     assert "only GET" in posted.json()["error"]
 
 
 def test_metrics_before_any_node_came(master: Master) -> None:
-    answer = httpx.get(f"{master.http}/metrics")
+    answer = get(f"{master.http}/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
     found = samples(answer.text)
     assert found["holdfast_job_state", "running"] == 1
@@ -105,7 +109,7 @@ def test_metrics_before_any_node_came(master: Master) -> None:
 def test_metrics_tell_the_recovery_and_no_names(tmp_path: Path) -> None:
     async def scrape(master: Master) -> tuple[str, JobView]:
         agent = await recovered_once(master)
-        async with httpx.AsyncClient(base_url=master.http) as client:
+        async with httpx.AsyncClient(base_url=master.http, timeout=DEADLINE_S) as client:
             metrics = await client.get("/metrics")
             job = await client.get("/api/v1/job", headers=bearer(master.token))
         agent.hang_up()
@@ -141,7 +145,7 @@ def test_headers_without_end_are_refused(master: Master) -> None:
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as peer:
         peer.sendall(b"GET / HTTP/1.1\r\nX-Long: " + b"x" * (2 * HEADER_BYTES_MAX))
         assert peer.recv(1024).startswith(b"HTTP/1.1 400")
-    assert httpx.get(f"{master.http}/healthz").status_code == 200
+    assert get(f"{master.http}/healthz").status_code == 200
 
 
 def view() -> dict[str, object]:

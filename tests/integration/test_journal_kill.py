@@ -94,5 +94,5 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
         with pytest.raises(StateError, match=rf"in use by another master \(pid {process.pid}\)"):
             SqliteJournal.open(directory, job="cats")
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
         SqliteJournal.open(directory, job="cats").close()

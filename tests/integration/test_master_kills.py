@@ -19,7 +19,7 @@ LIFE_COMMITS_MIN = 10
 """The life of the job below has at least this many commits; more if they are not shared."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_a_kill_at_every_commit(side: str, shard: int) -> None:

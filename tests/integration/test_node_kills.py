@@ -3,12 +3,12 @@
 
 import os
 import signal
-import time
 
 import psutil
 import pytest
 
-from tests.integration.jobs import SCRIPTS, Event, Jobs, wait_gone
+from tests.integration.control import observe
+from tests.integration.jobs import LIMIT_S, SCRIPTS, Event, Jobs, wait_gone
 from tests.waiting import until
 
 STEPS = str(SCRIPTS / "steps.py")
@@ -184,11 +184,28 @@ def test_an_agent_that_was_silent_for_a_moment_goes_on(jobs: Jobs) -> None:
     node = jobs.node(master, STEPS)
     before = jobs.wait_world(1)
     node.send(signal.SIGSTOP)
-    until(lambda: psutil.Process(node.pid).status() == psutil.STATUS_STOPPED, 10)
+    until(lambda: psutil.Process(node.pid).status() == psutil.STATUS_STOPPED, LIMIT_S)
     jobs.wait_for("step", lambda event: event.step > before[0].step + 5)
     node.send(signal.SIGCONT)
     jobs.finish()
     node.succeeds()
+    assert {event.round for event in jobs.events()} == {1}
+
+
+def test_a_master_that_stood_still_takes_nobody_for_silent(jobs: Jobs) -> None:
+    """As on a machine that was paused: what was said meanwhile is heard before anybody is lost."""
+    master = jobs.master("--beat", "0.5", "--silence", "5", "--lease", "60")
+    node = jobs.node(master, "--no-spares", STEPS)
+    jobs.wait_world(1)
+    master.send(signal.SIGSTOP)
+    until(lambda: psutil.Process(master.pid).status() == psutil.STATUS_STOPPED, LIMIT_S)
+    stopped_at = max(event.t for event in jobs.steps())
+    jobs.wait_for("step", lambda event: event.t > stopped_at + 7.0)
+    master.send(signal.SIGCONT)
+    assert observe(master)["world"]["state"] == "running"
+    jobs.finish()
+    node.succeeds()
+    master.succeeds()
     assert {event.round for event in jobs.events()} == {1}
 
 
@@ -198,7 +215,7 @@ def test_nothing_survives_a_killed_launcher(jobs: Jobs, options: tuple[str, ...]
     job = jobs.run(*options, str(SCRIPTS / "family.py"))
     jobs.wait_world(2 if options else 1)
     job.kill()
-    jobs.expect_nothing_left(20)
+    jobs.expect_nothing_left()
 
 
 def test_nothing_of_a_node_survives_its_agent(jobs: Jobs) -> None:
@@ -217,15 +234,13 @@ def test_nothing_of_a_node_survives_its_agent(jobs: Jobs) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_node_that_is_told_to_go_leaves_at_once(jobs: Jobs, number: signal.Signals) -> None:
     """The others do not wait for it to be missed: it says that it goes."""
-    master = jobs.master("--silence", "50")
+    master = jobs.master("--silence", "600", "--lease", "600")
     stays = jobs.node(master, *ELASTIC, STEPS, name="a")
     leaves = jobs.node(master, *ELASTIC, STEPS, name="b")
     both = jobs.wait_world(2)
-    began = time.monotonic()
     leaves.send(number)
     assert leaves.wait() == 128 + number
     jobs.wait_world(1, after=both)
-    assert time.monotonic() - began < 45
     jobs.finish()
     stays.succeeds()
     master.succeeds()

@@ -50,7 +50,7 @@ class Island:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=120)
 
 
 @pytest.fixture

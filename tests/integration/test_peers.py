@@ -49,7 +49,7 @@ from tests.integration.peer_nodes import (
 )
 from tests.waiting import until
 
-IMPATIENT_S = 0.3
+IMPATIENT_S = 1.0
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_peer_that_stops_in_the_middle_is_given_up(
         began = time.monotonic()
         with pytest.raises(RetryableError, match="broke off: timed out"):
             client.fetch(GET, offer, slot, LIMIT_S)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < LIMIT_S / 2
     assert slot.read() is None
 
 
@@ -162,8 +162,8 @@ def test_no_fetch_lasts_longer_than_its_limit(node: Node, target: Callable[[int]
         offer = node.client().look(GET, LIMIT_S)
         began = time.monotonic()
         with pytest.raises(RetryableError, match="broke off"):
-            node.client(proxy.address).fetch(GET, offer, target(2 * MB), timeout_s=0.5)
-        assert time.monotonic() - began < 9  # Without the limit 10 s: the patience of `client`.
+            node.client(proxy.address, LIMIT_S).fetch(GET, offer, target(2 * MB), timeout_s=0.5)
+        assert time.monotonic() - began < LIMIT_S / 2
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_frame() -> None:
@@ -185,10 +185,11 @@ def test_a_peer_that_dies_in_the_middle_of_a_frame() -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(RetryableError, match=r"broke off: .*refused"):
-        PeerClient(address, TOKEN, None).look(GET, LIMIT_S)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # Nobody else gets this port, and nobody listens on it.
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(RetryableError, match=r"broke off: .*refused"):
+            PeerClient(address, TOKEN, None).look(GET, LIMIT_S)
 
 
 def test_a_part_that_changes_while_it_is_fetched(node: Node, target: Callable[[int], Slot]) -> None:
@@ -324,7 +325,7 @@ def test_a_forgotten_connection_does_not_block_the_next_one(start: Callable[...,
         with saved.slot.data[: 10 * MB] as half:
             hung.send_view(half)
         until(lambda: keeper.shelf.partial[(PART, "")].received == 8 * MB, LIMIT_S)
-        keeper.client().put(DIRECTORY, 1, saved, timeout_s=10)
+        keeper.client().put(DIRECTORY, 1, saved, timeout_s=LIMIT_S / 2)
     assert image(keeper.shelf.sealed[PART]) == image(saved)
 
 

@@ -224,12 +224,12 @@ def image(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     if done.returncode != 0 or not mount(file, mounted):
         pytest.skip("needs root, mkfs.ext4 and loop devices")
     yield file, mounted
-    subprocess.run(["umount", str(mounted)], check=True, timeout=30)
+    subprocess.run(["umount", str(mounted)], check=True, timeout=120)
 
 
 def mount(file: Path, place: Path) -> bool:
     words = ["mount", "-o", "loop", str(file), str(place)]
-    return subprocess.run(words, capture_output=True, timeout=30, check=False).returncode == 0
+    return subprocess.run(words, capture_output=True, timeout=120, check=False).returncode == 0
 
 
 def test_what_is_committed_survives_a_loss_of_power(
@@ -250,4 +250,4 @@ def test_what_is_committed_survives_a_loss_of_power(
         seen = Series(str(after / "runs" / "ckpt"))
         check_finished(open_storage(seen.directory), seen, tmp_path)
     finally:
-        subprocess.run(["umount", str(after)], check=True, timeout=30)
+        subprocess.run(["umount", str(after)], check=True, timeout=120)

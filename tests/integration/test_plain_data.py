@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.integration.jobs import ROOT
 
 EXAMPLE = ROOT / "examples/plain_data.py"
-LIMIT_S = 100.0
+LIMIT_S = 240.0
 
 KILLED_IN_A_SAVE = """
 import os, runpy, signal, sys

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LIMIT_S = 100.0
+LIMIT_S = 240.0
 
 RANK = """
 import json

@@ -279,7 +279,7 @@ def test_workers_have_the_environment_that_torchrun_gives(jobs: Jobs) -> None:
         cwd=jobs.folder,
         check=True,
         capture_output=True,
-        timeout=100,
+        timeout=240,
     )
     subprocess.run(
         [sys.executable, "-m", "holdfast.cli", "run", *words, DUMP],

@@ -35,7 +35,7 @@ def test_a_worker_killed_at_any_byte_leaves_a_whole_checkpoint(memory: Path, see
         env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert run.returncode == 0, run.stderr
     said = re.fullmatch(r"(\d+) kills, (\d+) during a copy, (\d+) steps saved\n", run.stdout)
@@ -88,7 +88,7 @@ def test_what_a_killed_agent_held_is_adopted_by_the_next(memory: Path) -> None:
         assert while_alive.adopt() == []
         agent.kill()
         reported = max(50, *map(int, agent.stdout.read().split()), 0)
-        assert agent.wait(10) == -signal.SIGKILL
+        assert agent.wait(120) == -signal.SIGKILL
     while_alive.close()
     heir = Arena(memory, "cats", "node-0b")
     heir.adopt()

@@ -4,6 +4,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -38,7 +39,12 @@ def python(jobs: Jobs, *words: str, **env: str) -> Command:
 
 
 def vault_of(jobs: Jobs) -> psutil.Process:
-    return next(p for p in jobs.living() if "holdfast.agent.standalone" in p.cmdline())
+    """There for good once something is saved; what else runs may end at any moment."""
+    for process in jobs.living():
+        with suppress(psutil.Error):
+            if "holdfast.agent.standalone" in process.cmdline():
+                return process
+    raise AssertionError("no vault runs")
 
 
 def expect_all_clean(jobs: Jobs) -> None:
@@ -93,7 +99,7 @@ def test_the_end_of_the_vault_is_an_error_and_no_hang(jobs: Jobs) -> None:
     program = python(jobs, VAULTED, **ALONE)
     jobs.wait_for("saved", lambda event: event.step >= 2)
     os.kill(vault_of(jobs).pid, signal.SIGKILL)
-    assert program.wait(10.0) != 0
+    assert program.wait() != 0
     assert "vault.sock is gone" in program.text
 
 

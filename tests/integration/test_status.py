@@ -187,7 +187,10 @@ def test_nobody_answers_or_somebody_else_does(home: Home) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         silent = home.run("status", "--master", address, *rest, "--timeout", "0.3")
-    refused = home.run("status", "--master", address, *rest)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # Nobody else gets this port, and nobody listens on it.
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        refused = home.run("status", "--master", address, *rest)
     assert (silent.returncode, refused.returncode) == (1, 1)
     assert "--tls-ca" in the_sentence(silent.stderr)
     assert "refused" in the_sentence(refused.stderr)

@@ -75,7 +75,7 @@ def consumed_at(position: Position) -> set[tuple[int, int]]:
     return cut - is_open
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 def test_every_record_once_while_workers_the_master_and_the_broker_die(
     jobs: Jobs, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from holdfast.protocol import messages as m
 from tests.integration.vault_node import SHAPE, node
 from tests.storages import order_for
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 FIRST, SECOND = rank_part(0), rank_part(1)
 VERSION = Version(0, 1)
 Run = Callable[[Coroutine[None, None, None]], None]

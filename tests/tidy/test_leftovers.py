@@ -35,16 +35,22 @@ def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedPr
     """A whole pytest run of its own over one test file, with our conftest as a plugin."""
     file = folder / "test_inner.py"
     file.write_text(test)
-    # Other plugins take longer to load than these tests take to run.
-    only_ours = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HOLDFAST_TEST_SHM": str(folder),
+        "HOLDFAST_TEST_DYING_S": "2",
+        # Other plugins take longer to load than these tests take to run.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     options = ("-p", "tests.conftest", "--rootdir", str(folder), "-c", os.devnull, *options)
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(file)],
         cwd=folder,
-        env={**os.environ, **only_ours, "PYTHONPATH": str(ROOT), "HOLDFAST_TEST_SHM": str(folder)},
+        env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

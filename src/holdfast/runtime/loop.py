@@ -15,6 +15,9 @@ from holdfast.core.kernel import Command, Core, Event, Outcome, Record, Tick
 from holdfast.model.errors import StateError
 from holdfast.ports.journal import Entry, Journal
 
+LATE_S = 0.1
+"""A tick that comes this late waits as long again."""
+
 COMPACT_AFTER = 50_000
 """Entries after which the journal is replaced by a snapshot."""
 
@@ -161,5 +164,13 @@ class Driver:
             self._timer = self._loop.call_later(max(0.0, at - now), self._tick)
 
     def _tick(self) -> None:
+        # This process stood still: what others said meanwhile has arrived and is not heard yet, and
+        # nobody may be taken for silent before it is.
+        if self._timer_at is not None and self._clock() - self._timer_at > LATE_S:
+            self._timer = self._loop.call_later(LATE_S, self._tick_now)
+        else:
+            self._tick_now()
+
+    def _tick_now(self) -> None:
         self._timer = self._timer_at = None
         self.feed(Tick())

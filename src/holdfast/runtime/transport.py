@@ -91,6 +91,8 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for frame in self._reader.feed(data):
+                if self._is_cut_off():
+                    return  # By what it asked for just now: the rest is not even looked at.
                 if self.is_open:
                     self._handler.received(self, frame)
                 else:
@@ -144,7 +146,7 @@ class Link(asyncio.Protocol):
 
     def send(self, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0) -> None:
         """Queue one frame; silently nothing if the link is gone."""
-        if self.is_open:
+        if self.is_open and not self._is_cut_off():
             data = codec.encode(body, call, session, seq)
             if not self._unsent:
                 self._loop.call_soon(self._flush)
@@ -176,6 +178,10 @@ class Link(asyncio.Protocol):
         """Close now."""
         if self._transport is not None:
             self._transport.abort()
+
+    def _is_cut_off(self) -> bool:
+        """Whether nothing more goes out; the news that the link is closed may still be to come."""
+        return self._transport is None or self._transport.is_closing()
 
     def _check_debt(self) -> None:
         assert self._transport is not None

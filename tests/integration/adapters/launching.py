@@ -76,7 +76,6 @@ def kill_everything_in_a_write(
 
     assert len(agents) == 2
     until(caught, LAUNCH_S, "a checkpoint that is being written")
-    for process in jobs.living():
-        process.kill()
+    jobs.kill_all()
     job.wait()
     return latest.read_text()

@@ -16,7 +16,7 @@ from tests.integration.adapters.launching import (
 )
 from tests.integration.jobs import Jobs
 
-pytestmark = [needs("deepspeed"), pytest.mark.timeout(300)]
+pytestmark = [needs("deepspeed"), pytest.mark.timeout(480)]
 
 
 def test_zero_1_2_and_3_resume_from_memory_and_end_as_if_nothing_had_happened(

@@ -20,7 +20,7 @@ def test_the_names_are_those_of_megatron() -> None:
 
 
 @needs("megatron.core")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 def test_every_place_of_tensor_and_pipeline_is_saved_and_a_kill_changes_nothing(
     jobs: Jobs, tmp_path: Path
 ) -> None:

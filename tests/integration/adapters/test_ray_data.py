@@ -18,7 +18,11 @@ from holdfast.model.errors import UsageError
 from tests.integration.adapters.launching import LAUNCH_S, SCRIPTS, needs
 from tests.integration.jobs import ROOT, Jobs
 
-pytestmark = [needs("ray", "pyarrow"), pytest.mark.timeout(300)]
+pytestmark = [
+    needs("ray", "pyarrow"),
+    pytest.mark.timeout(480),
+    pytest.mark.xdist_group("ray"),  # One cluster, not one for each process of pytest-xdist.
+]
 
 SHARDS, ROWS = 4, 100
 

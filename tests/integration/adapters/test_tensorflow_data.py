@@ -19,7 +19,11 @@ from tests.integration.jobs import ROOT, Jobs
 if TYPE_CHECKING:
     from holdfast.tensorflow.data import ShardedDataset
 
-pytestmark = [needs("tensorflow"), pytest.mark.timeout(300)]
+pytestmark = [
+    needs("tensorflow"),
+    pytest.mark.timeout(480),
+    pytest.mark.xdist_group("tensorflow"),  # Loaded once, not in each process of pytest-xdist.
+]
 
 LIMIT_S = 60.0
 SIZE = 2000

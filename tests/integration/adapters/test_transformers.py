@@ -16,7 +16,7 @@ from tests.integration.adapters.launching import (
 )
 from tests.integration.jobs import Jobs
 
-pytestmark = [needs("transformers", "accelerate"), pytest.mark.timeout(300)]
+pytestmark = [needs("transformers", "accelerate"), pytest.mark.timeout(480)]
 
 
 def test_a_killed_training_ends_as_one_that_was_not_and_its_files_are_the_trainers_own(

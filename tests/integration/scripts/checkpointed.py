@@ -43,7 +43,7 @@ def main() -> None:
             assert checkpointer.save(step, model=model, extra=extra, to=to).taken
             note("step", step)
         meet("saved")
-        assert checkpointer.wait(60.0) == LAST
+        assert checkpointer.wait(120.0) == LAST
     note("end", LAST)
 
 

@@ -81,7 +81,7 @@ def main() -> None:
         report_step(step)
         note("step", step)
         hold(step)
-    assert checkpointer.wait(60.0) == last
+    assert checkpointer.wait(120.0) == last
     checkpointer.close()
     dist.destroy_process_group()
     note("end", step)

@@ -120,7 +120,7 @@ def run_ranks(world_size: int, folder: Path, work: Callable[[int], None]) -> Non
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=30),
+            timeout=timedelta(seconds=240),
         )
         work(rank)
         dist.destroy_process_group()

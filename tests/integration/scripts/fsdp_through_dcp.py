@@ -41,7 +41,7 @@ def main() -> None:
     assert not found, found
     if RANK == 0:
         torch.save(reference, FOLDER / "reference.pt")
-    assert checkpointer.wait(60.0) == 3
+    assert checkpointer.wait(120.0) == 3
     checkpointer.close()
     dist.destroy_process_group()
     note("end", 3)

@@ -70,7 +70,7 @@ def main() -> None:
     reference = full_state(model, optimizer)
     if RANK == 0:
         torch.save({**reference, "step": step}, FOLDER / "reference.pt")
-    assert checkpointer.wait(60.0) == last
+    assert checkpointer.wait(120.0) == last
     checkpointer.close()
     dist.destroy_process_group()
     note("end", step)

@@ -69,7 +69,7 @@ def main() -> None:
             shards.holdings.finish(claims)
             note("step", step)
         assert not shards.holdings.has_more(epoch)
-    checkpointer.wait(60.0)
+    checkpointer.wait(120.0)
     note("end", step)
     dist.barrier()
 

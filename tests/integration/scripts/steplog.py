@@ -47,7 +47,10 @@ def is_to_finish() -> bool:
 
 
 def hold(step: int) -> None:
-    """Wait after the step that $HOLD names, once, until `Jobs.go` is called."""
+    """Wait after the step that $HOLD names, once, until `Jobs.go` is called; after that of $STAY
+    for ever."""
+    while step == int(os.environ.get("STAY", "0")):
+        pause()
     if step == int(os.environ.get("HOLD", "0")):
         while not (FOLDER / "go").exists():
             pause()
@@ -75,7 +78,9 @@ def meet(name: str, text: str = "") -> list[str]:
 
 def wait_for_the_end_of_others() -> None:
     """Until the processes of all other ranks of this round are gone and reaped."""
-    lines = [json.loads(line) for line in (FOLDER / "steps.log").read_bytes().splitlines()]
+    text = (FOLDER / "steps.log").read_bytes()
+    # Somebody may be in the middle of a line.
+    lines = [json.loads(line) for line in text[: text.rfind(b"\n")].splitlines()]
     others = {line["pid"] for line in lines if line["round"] == ROUND and line["rank"] != RANK}
     while any(Path(f"/proc/{pid}").exists() for pid in others):
         pause()

@@ -54,7 +54,7 @@ def main() -> None:
         write(step=step, epoch=0, samples=[sample(record) for record in batch or ()])
         checkpointer.save(step, model=model, extra={"round": ROUND})
         note("step", step)
-    checkpointer.wait(60.0)
+    checkpointer.wait(120.0)
     note("end", step)
     dist.barrier()
 

@@ -7,7 +7,7 @@ and proves that each byte is the one that was saved.
 
 import os
 
-from steplog import RANK, WORLD, fault, is_to_finish, meet, note, pause
+from steplog import RANK, WORLD, fault, hold, is_to_finish, meet, note, pause
 
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.client.vault import VaultClient, connect_vault
@@ -106,6 +106,7 @@ while not LAST or step < LAST:
     if step == 4:
         meet(f"{START}-saved-4")
         fault("step")
+    hold(step)
     pause(0.01)
 vault.close()
 note("end", step)

@@ -76,7 +76,7 @@ def run(stage: int) -> None:
     assert engine.checkpoint_engine is theirs
     if training.LIFE:
         training.note(FOLDER, f"reached{stage}", state_of(engine))
-        assert checkpointer.wait(60) == LAST[stage]
+        assert checkpointer.wait(120) == LAST[stage]
         without_us = engine_of(stage)
         path, client_state = without_us.load_checkpoint(directory)
         assert client_state["seen"] == LAST[stage]

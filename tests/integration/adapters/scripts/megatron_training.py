@@ -117,7 +117,7 @@ def main() -> None:
         dist.barrier()
     training.note(FOLDER, "reached", training.digest(run.state()))
     training.note(FOLDER, "place", place)
-    assert checkpointer.wait(60) == LAST
+    assert checkpointer.wait(120) == LAST
     checkpointer.close()
 
 

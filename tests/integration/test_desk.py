@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a master does with a desk, whichever it is."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from holdfast.master.process import MasterSettings, Surroundings, run_master
+from holdfast.model.job import JobSpec
+from holdfast.model.order import Plan
+from holdfast.protocol import messages as m
+
+WAIT_S = 60.0
+
+
+class PaperDesk:
+    """A desk that hands in what the test writes, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.handed_in: asyncio.Queue[Plan | None] = asyncio.Queue()
+        self.answers: asyncio.Queue[tuple[str, bool, str]] = asyncio.Queue()
+        self.views: asyncio.Queue[Mapping[str, object]] = asyncio.Queue()
+        self.told: list[tuple[str, str]] = []
+        self.is_closed = False
+
+    async def plans(self) -> AsyncIterator[Plan]:
+        while (plan := await self.handed_in.get()) is not None:
+            yield plan
+
+    async def answer(self, plan_id: str, *, ok: bool, text: str) -> None:
+        self.answers.put_nowait((plan_id, ok, text))
+
+    async def show(self, view: Mapping[str, object]) -> None:
+        self.views.put_nowait(view)
+
+    async def tell(self, kind: str, text: str) -> None:
+        self.told.append((kind, text))
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def serve(folder: Path, desk: PaperDesk) -> m.JobEnded | None:
+    """A master without a platform, beside this desk."""
+    settings = MasterSettings(
+        job="test",
+        listen="127.0.0.1:0",
+        state=folder / "state",
+        token_file=None,
+        http="",
+        tls_cert=None,
+        tls_key=None,
+        insecure=False,
+        spec=JobSpec(),
+    )
+    said: list[str] = []
+    return await run_master(
+        settings,
+        say=said.append,
+        announce=said.append,
+        surroundings=Surroundings(make_desk=lambda: desk),
+    )
+
+
+def test_plans_are_answered_the_job_is_shown_and_ends_when_it_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    async def scene() -> None:
+        desk = PaperDesk()
+        serving = asyncio.create_task(serve(tmp_path, desk))
+        async with asyncio.timeout(WAIT_S):
+            first = await desk.views.get()
+            assert first["state"] == "running"
+            for _ in range(2):
+                # Told twice, done once, and answered each time: an answer may have been lost.
+                desk.handed_in.put_nowait(Plan(plan_id="grow", nodes=5))
+            refusal = await desk.answers.get()
+            assert refusal[:2] == ("grow", False)
+            assert await desk.answers.get() == refusal
+            assert "PlanSettled" in [kind for kind, _ in desk.told]
+            desk.handed_in.put_nowait(None)
+            end = await serving
+        assert end is not None
+        assert (end.ok, end.reason) == (False, "the job was deleted")
+        assert desk.told[-1] == ("JobFailed", "the job failed: the job was deleted")
+        last = first
+        while not desk.views.empty():
+            last = desk.views.get_nowait()
+        assert (last["state"], last["reason"]) == ("failed", "the job was deleted")
+        assert desk.is_closed
+
+    asyncio.run(scene())
+
+
+def test_a_desk_that_fails_ends_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the job would go on and nobody could say anything to it: better another master."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    class BrokenDesk(PaperDesk):
+        async def plans(self) -> AsyncIterator[Plan]:
+            yield await self.handed_in.get() or Plan(plan_id="")
+            raise ValueError("the desk broke down")
+
+    async def scene() -> None:
+        desk = BrokenDesk()
+        desk.handed_in.put_nowait(Plan(plan_id="p", nodes=2))
+        with pytest.raises(ValueError, match="the desk broke down"):
+            await asyncio.wait_for(serve(tmp_path, desk), WAIT_S)
+        assert desk.is_closed
+
+    asyncio.run(scene())
