@@ -2,17 +2,18 @@
 """Drives a whole job core in tests: agents by name, job time by hand, restarts from the journal."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
+from holdfast.core.job.admission import rules_of
 from holdfast.core.job.flow import JobCore, build
-from holdfast.core.job.nodes import rules_of
 from holdfast.core.kernel import Command, Event, Outcome, Record, Tick
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
+from holdfast.model.order import Order, Plan
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
 
@@ -55,7 +56,7 @@ class Job:
         self.node_of: dict[str, NodeId] = {}
         self.agent_of_link: dict[int, str] = {}
         self._incarnation_of: dict[str, int] = {}
-        self._links = self._seqs = self._starts = 0
+        self._links = self._seqs = self._starts = self._plans = 0
         if started:
             self.start()
 
@@ -100,8 +101,6 @@ class Job:
             name = self.agent_of_link[command.link]
             self.node_of[name] = NodeId(command.body.node_id)
             self._incarnation_of[name] = command.body.incarnation
-
-    # ---- agents ---------------------------------------------------------------------------------
 
     def link(self, name: str) -> int:
         """A new link of this agent."""
@@ -200,10 +199,17 @@ class Job:
         phase: Phase,
         reason: ExitReason | None = None,
         at: float | None = None,
+        *,
+        host: str = "",
+        message: str = "",
     ) -> Outcome:
-        return self.feed(ev.NodeSeen(NodeId(node), phase, reason, ""), at)
+        return self.feed(ev.NodeSeen(NodeId(node), phase, reason, message, host), at)
 
-    # ---- workers --------------------------------------------------------------------------------
+    def plan(self, at: float | None = None, **changes: Any) -> Outcome:
+        """Somebody asks for a change: under a name of its own unless one is given."""
+        self._plans += 1
+        plan = Plan(**{"plan_id": f"plan-{self._plans}", **changes})
+        return self.feed(ev.PlanAsked(plan), at)
 
     def ask(
         self,
@@ -243,8 +249,6 @@ class Job:
         (answer,) = answers(self.ask(body, name, at=at, session=session, seq=seq))
         return answer
 
-    # ---- the master -----------------------------------------------------------------------------
-
     def start(self) -> Outcome:
         """A master begins to serve: the first is m1, the next m2."""
         self._starts += 1
@@ -258,8 +262,6 @@ class Job:
             self.records = list(self.machines.core.snapshot())
         self.machines = replayed(self.spec, self.records)
         return self.start()
-
-    # ---- looking --------------------------------------------------------------------------------
 
     def world(self) -> list[int]:
         """The node ranks of the present world in order, by what is published to people."""
@@ -298,6 +300,55 @@ class Job:
 def checkpoint(job: Job, body: CheckpointCall, name: str) -> Outcome:
     """What the agent `name` asks the ledger of checkpoints."""
     return job.feed(ev.CheckpointRequested(job.node_of[name], job.link(name), 1, body))
+
+
+def orders(outcome: Outcome) -> list[Order]:
+    """The nodes that the platform was asked for."""
+    return [launch.order for launch in of_kind(cmd.LaunchNode, outcome.commands)]
+
+
+def removed(outcome: Outcome) -> list[int]:
+    """The ids of the nodes that the platform was asked to remove."""
+    return [command.node_id for command in of_kind(cmd.RemoveNode, outcome.commands)]
+
+
+def settled(outcome: Outcome) -> tuple[bool, str]:
+    """What became of the one plan that was asked: said as a fact, and answered at the desk."""
+    (fact,) = of_kind(ev.PlanSettled, outcome.facts)
+    (answer,) = of_kind(cmd.AnswerPlan, outcome.commands)
+    assert (answer.plan_id, answer.ok, answer.text) == (fact.plan_id, fact.ok, fact.text)
+    return fact.ok, fact.text
+
+
+def running_fleet(size: int, *, min_nodes: int = 1, **spec: Any) -> Job:
+    """A job whose size comes from its platform, with all its nodes in a running world.
+
+    The agent of the node with id 3 is called `n3`, and so on.
+    """
+    job = Job(
+        JobSpec(
+            max_nodes=size,
+            managed=True,
+            size_from_platform=True,
+            last_call_s=5.0,
+            silence_s=1e6,
+            lease_s=1e6,
+            **spec,
+        )
+    )
+    for node in range(size):
+        join(job, node, min_nodes=min_nodes)
+    for node in range(size):
+        job.started(f"n{node}", 1)
+    assert job.world() == list(range(size))
+    return job
+
+
+def join(job: Job, node: int, *, min_nodes: int = 1, cold: bool = False) -> Outcome:
+    """The agent of an ordered node attaches. It knows the size that its node was made with."""
+    size = job.machines.view(job.now)["wanted"]["nodes"]  # type: ignore[index]
+    job_rules = rules(min_nodes=min_nodes, max_nodes=max(size, min_nodes), last_call_s=5.0)
+    return job.attach(f"n{node}", node=node, job_rules=job_rules, cold=cold)
 
 
 def answers(outcome: Outcome) -> list[m.Answer]:

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
-from holdfast.core.job.nodes import rules_of
+from holdfast.core.job.admission import rules_of
 from holdfast.core.kernel import Outcome
 from holdfast.model.ids import NodeId
 from holdfast.model.job import NODE_RELAUNCHES, JobSpec
@@ -140,8 +140,8 @@ def test_a_node_rank_is_relaunched_as_often_as_its_class_allows(reason: ExitReas
     job.seen(node, Phase.RUNNING)
     while found := launch_of_next(job, job.seen(node, Phase.FAILED, reason)):
         relaunched += 1
-        assert found[0].node_rank == 1
-        node = found[0].node_id
+        assert found[0].order.node_rank == 1
+        node = found[0].order.node_id
         job.seen(node, Phase.RUNNING)
     assert relaunched == NODE_RELAUNCHES[reason]
 
@@ -156,7 +156,7 @@ def test_a_platform_that_starts_nothing_for_minutes_uses_up_no_budget(pending: b
             job.seen(node, Phase.PENDING)
         found = launch_of_next(job, job.seen(node, Phase.FAILED, ExitReason.HARDWARE))
         assert found is not None
-        node = found[0].node_id
+        node = found[0].order.node_id
         pauses.append(found[1])
     assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
     assert job.state() == "running"
@@ -165,7 +165,7 @@ def test_a_platform_that_starts_nothing_for_minutes_uses_up_no_budget(pending: b
         job.seen(node, Phase.RUNNING)
         found = launch_of_next(job, job.seen(node, Phase.FAILED, ExitReason.HARDWARE))
         assert found is not None
-        node = found[0].node_id
+        node = found[0].order.node_id
     job.seen(node, Phase.RUNNING)
     assert launch_of_next(job, job.seen(node, Phase.FAILED, ExitReason.HARDWARE)) is None
     assert job.state() == "failed"
@@ -221,7 +221,7 @@ def test_an_unmanaged_job_launches_nothing() -> None:
 def test_a_managed_job_orders_its_nodes_and_its_spares() -> None:
     job = Job(JobSpec(min_nodes=1, max_nodes=2, spare_nodes=1, managed=True), started=False)
     outcome = job.feed(ev.MasterStarted())
-    assert [order.node_rank for order in of_kind(cmd.LaunchNode, outcome.commands)] == [0, 1, 2]
+    assert [one.order.node_rank for one in of_kind(cmd.LaunchNode, outcome.commands)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from holdfast.core.job import commands, events, records
+from holdfast.core.job import commands, events, records, role_records
 from holdfast.core.job.flow import build
 from holdfast.core.kernel import Command, Event, Record
 from holdfast.master.service import Service
@@ -22,6 +22,9 @@ def defined_in(module: object, base: type) -> set[type]:
     }
 
 
+ALL_RECORDS = defined_in(records, Record) | defined_in(role_records, Record)
+
+
 def test_every_event_is_routed() -> None:
     assert build(JobSpec(), "job").core.routed() == defined_in(events, Event)
 
@@ -33,7 +36,7 @@ def test_every_command_is_executed() -> None:
 
 
 def test_every_record_can_be_read_back() -> None:
-    assert set(typing.get_args(records.AnyRecord)) == defined_in(records, Record)
+    assert set(typing.get_args(records.AnyRecord)) == ALL_RECORDS
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
@@ -46,7 +49,7 @@ def test_a_record_round_trips_and_has_an_owner(record: Record) -> None:
 
 
 def test_every_record_class_has_a_sample() -> None:
-    assert {type(record) for record in RECORDS} == defined_in(records, Record)
+    assert {type(record) for record in RECORDS} == ALL_RECORDS
 
 
 def test_a_foreign_record_is_refused_by_every_machine() -> None:

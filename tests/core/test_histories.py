@@ -38,7 +38,7 @@ def test_the_hash_seed_decides_nothing() -> None:
         }
         command = [sys.executable, "-m", "tests.core.histories", "12", "80"]
         run = subprocess.run(
-            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=True
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=True
         )
         digests.add(run.stdout.strip())
     assert len(digests) == 1

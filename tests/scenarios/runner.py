@@ -29,6 +29,7 @@ from holdfast.model.checkpoint import NONE, FileEntry, Shape, Version
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
+from holdfast.model.order import Move, Order
 from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
 from tests.core.harness import Job, checkpoint, replayed
@@ -48,6 +49,7 @@ SPEC_KEYS = {
     "reconnect": "reconnect_s",
     "hang_after": "hang_after_s",
     "spares": "spare_nodes",
+    "memory": "node_memory_mib",
 }
 RULES_KEYS = {name: field for name, field in SPEC_KEYS.items() if field.startswith(("m", "node_"))}
 
@@ -55,6 +57,8 @@ UNTOLD = frozenset(
     {"job", "beat_s", "lease_s", "host", "store_host", "session", "seq", "cause", "directory"}
 )
 """Fields that are the same everywhere."""
+
+SILENT_IF_0 = frozenset({"pause_s", "broken"})
 
 SHORT_NAMES = {"node_id": "node", "node_rank": "rank"}
 
@@ -80,6 +84,7 @@ class Scenario:
             "warmed": lambda words: self.job.warmed(words.pop("agent")),
             "offer": lambda words: self.job.offer_store(words.pop("agent"), int(words.pop("port"))),
             "seen": self._seen,
+            "plan": self._plan,
             "stop": lambda words: self.job.feed(ev.StopRequested(0, 1, words.pop("reason"))),
             "restart": lambda words: self._restart(compacted=False),
             "compact": lambda words: self._restart(compacted=True),
@@ -135,10 +140,12 @@ class Scenario:
         worker_restarts = JobSpec().worker_restarts
         if "restarts" in words:
             worker_restarts[ExitReason.ERROR] = int(words.pop("restarts"))
-        managed = words.pop("managed", "no") == "yes"
+        sized = words.pop("sized", "no") == "yes"
+        managed = words.pop("managed", "no") == "yes" or sized
         given = {SPEC_KEYS[key]: _number(value) for key, value in words.items()}
         spec = JobSpec(
             managed=managed,
+            size_from_platform=sized,
             node_relaunches=relaunches,
             worker_restarts=worker_restarts,
             **given,  # type: ignore[arg-type]
@@ -203,6 +210,18 @@ class Scenario:
             ExitReason(reason) if reason is not None else None,
         )
 
+    def _plan(self, words: Words) -> Outcome:
+        changes: dict[str, object] = {
+            key: int(words.pop(key)) for key in ("nodes", "memory_mib") if key in words
+        }
+        if "suspend" in words:
+            changes["suspend"] = words.pop("suspend") == "yes"
+        if "remove" in words:
+            changes["remove"] = tuple(map(NodeId, map(int, words.pop("remove").split(","))))
+        if "move" in words:
+            changes["migrate"] = (Move(node_id=NodeId(int(words.pop("move")))),)
+        return self.job.plan(plan_id=words.pop("id"), **changes)
+
     def _restart(self, *, compacted: bool) -> Outcome:
         before = self.job.snapshot()
         if replayed(self.job.spec, self.job.records).core.snapshot() != before:
@@ -253,9 +272,11 @@ class Scenario:
             case cmd.Drop():
                 return f"! drop {self._agent(command.node_id)}"
             case cmd.LaunchNode():
-                return f"! launch node={command.node_id} rank={command.node_rank}"
+                return _launch(command.order)
             case cmd.RemoveNode():
                 return f"! remove node={command.node_id}"
+            case cmd.AnswerPlan():
+                return f"! answer {command.plan_id} {'yes' if command.ok else 'no'}"
             case cmd.FinishJob():
                 return f"! finish {_described(command.end)}"
         raise ValueError(f"no words for {command!r}")
@@ -263,6 +284,19 @@ class Scenario:
     def _agent(self, node_id: NodeId) -> str:
         names = [name for name, node in self.job.node_of.items() if node == node_id]
         return names[-1] if names else f"node-{node_id}"
+
+
+def _launch(order: Order) -> str:
+    words = f"! launch node={order.node_id} rank={order.node_rank}"
+    extras = {
+        "relaunches": order.relaunches,
+        "memory": order.memory_mib,
+        "cpu": order.cpu_milli,
+        "priority": order.priority,
+        "group": order.group + 1 and order.group,
+        "avoid": ",".join(order.avoid_hosts),
+    }
+    return " ".join([words, *(f"{key}={value}" for key, value in extras.items() if value)])
 
 
 def _rules(job: Job, words: Words) -> m.JobRules:
@@ -319,7 +353,7 @@ def _described(thing: object) -> str:
         value = getattr(thing, name)
         if name in UNTOLD:
             continue
-        if value is None or value in ("", (), -1) or (name == "pause_s" and value == 0):
+        if value is None or value in ("", (), -1) or (name in SILENT_IF_0 and not value):
             continue
         words.append(f"{SHORT_NAMES.get(name, name)}={_short(value)}")
     return " ".join(words)

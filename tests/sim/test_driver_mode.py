@@ -15,12 +15,15 @@ from holdfast.core.kernel import Tick
 from holdfast.core.node import events as ev
 from holdfast.core.node.workers import Workers
 from holdfast.protocol import messages as m
+from holdfast.sim.driver_swarm import problem_of
 from holdfast.sim.drivers import FAULTS, run, scenario_of
 from holdfast.sim.loop import Process, VirtualLoop
 from holdfast.sim.scenario import Fault, Scenario
+from holdfast.sim.swarm import load, main
 
 SEEDS = 40
 GROUPS = 4
+FOUND = sorted((Path(__file__).parent / "found_drivers").glob("*.json"))
 MUTANTS = sorted((Path(__file__).parent / "driver_mutants").glob("*.patch"))
 SOURCE = Path(holdfast.__file__).parent
 LIMIT_S = 240.0
@@ -92,20 +95,16 @@ def test_a_bug_in_a_driver_is_found(mutant: Path, tmp_path: Path) -> None:
     print(search.stdout, end="")
 
 
-def test_a_node_that_is_back_before_its_first_admission_is_durable_is_present() -> None:
-    """It hung up while the disk was slow and came back at once: the late bind of the dead link made
-    it absent for ever, and the next world never formed."""
-    faults = (
-        Fault(1.171, "slow_disk", 0, 0.82),
-        Fault(3.031, "break_stream", 7, 0.976),
-        Fault(8.494, "crash_worker", 13, 0.104),
-    )
-    scenario = Scenario(
-        seed=72, nodes=2, min_nodes=2, managed=True, steps=10, lease_s=8.0, faults=faults
-    )
-    result = run(scenario)
-    assert result.problem == ""
-    assert result.rounds == 2
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_what_was_once_found_stays_fixed(path: Path) -> None:
+    """Seed 72: a node hung up while the disk was slow and came back at once. The late bind of the
+    dead link made it absent for ever, and the next world never formed."""
+    assert run(load(path)).problem == ""
+
+
+def test_the_swarm_of_drivers_says_what_it_played(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0..2", "--first"], scenario_of, problem_of) == 0
+    assert "2 seeds, none failed" in capsys.readouterr().out
 
 
 def test_workers_that_start_after_the_end_of_the_lease_are_held() -> None:

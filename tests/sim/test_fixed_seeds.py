@@ -15,7 +15,7 @@ from holdfast.sim.checkers import Checkers, Violation
 from holdfast.sim.clock import Clock
 from holdfast.sim.history import History
 from holdfast.sim.run import run
-from holdfast.sim.scenario import KINDS, Scenario, from_seed
+from holdfast.sim.scenario import KINDS, Fault, Scenario, from_seed
 from holdfast.sim.swarm import load, save, shrink
 
 SEEDS = 160
@@ -54,6 +54,22 @@ def test_what_was_safe_on_other_nodes_is_restored() -> None:
     results = [run(scenario) for scenario in seeds]
     assert not any(result.problem for result in results)
     assert sum(result.safe_restores for result in results) > 3, "nothing was at stake"
+
+
+def test_plans_are_done_once_and_nobody_computes_while_the_job_is_suspended() -> None:
+    seeds = [s for s in map(from_seed, range(SEEDS)) if s.asks]
+    results = [run(scenario) for scenario in seeds]
+    assert not any(result.problem for result in results)
+    assert sum(result.plans for result in results) > SEEDS / 10
+    assert sum(result.suspended for result in results) > 3
+
+
+def test_the_checkers_see_what_a_disk_that_lies_does() -> None:
+    """Known and not solved: docs/simulation.md. Whoever solves it turns this round."""
+    lie = Fault(16.0, "lying_disk", 0, 0.5)
+    jobs = [Scenario(seed=s, nodes=2, min_nodes=2, samples=200, faults=(lie,)) for s in range(8)]
+    problems = [run(job).problem for job in jobs]
+    assert any("is twice in the model" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)

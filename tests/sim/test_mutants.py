@@ -17,7 +17,7 @@ import holdfast
 MUTANTS = sorted((Path(__file__).parent / "mutants").glob("*.patch"))
 SOURCE = Path(holdfast.__file__).parent
 NEEDED = ("client", "core", "model", "ports", "protocol", "runtime", "sim", "worker")
-SEEDS = "0..200"
+SEEDS = "0..400"
 LIMIT_S = 300.0
 
 

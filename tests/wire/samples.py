@@ -12,6 +12,7 @@ from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
 from tests.wire.checkpoint_samples import CHECKPOINT_MESSAGES, POSITION, TALLY, VERSION
 from tests.wire.data_samples import DATA_MESSAGES, DATA_RECORDS
+from tests.wire.role_samples import ROLE_RECORDS
 
 RULES = m.JobRules(
     min_nodes=2,
@@ -147,6 +148,26 @@ def _member(node: int, rank: int) -> Member:
 NEXT = Version(VERSION.lineage, VERSION.step + 1)
 WORLD = World(round=Round(3), generation=Generation(12), members=(_member(0, 0), _member(1, 1)))
 
+NODE_RECORDS: list[Record] = [
+    rec.NodePlanned(
+        node_id=7,
+        node_rank=1,
+        relaunches=2,
+        memory_mib=4096,
+        cpu_milli=500,
+        group=1001,
+        replaces=1,
+    ),
+    rec.NodePlaced(node_id=7, machine="gpu-3"),
+    rec.NodePhaseChanged(node_id=7, phase="pending", message="no room", at_s=4.5),
+    rec.NodeLeaves(node_id=1),
+    rec.RankWanted(node_rank=2, is_wanted=False),
+    rec.JobSized(nodes=4, suspended=True, memory_mib=4096, cpu_milli=500),
+    rec.PlanSettled(plan_id="spec-2", ok=True, text="the job has 4 nodes now, 2 before"),
+    rec.HostBlamed(host="gpu-3", weight=1, at_s=4.5),
+    rec.GroupMoved(group=0, successor=1001),
+]
+
 RECORDS: list[Record] = [
     rec.GenerationSet(generation=1),
     rec.RulesSet(rules=RULES),
@@ -210,5 +231,7 @@ RECORDS: list[Record] = [
         directory="/ckpt", version=NEXT, positions=(POSITION,), dropped=(VERSION,)
     ),
     *DATA_RECORDS,
+    *ROLE_RECORDS,
+    *NODE_RECORDS,
     rec.JobClosed(ok=False, reason="rank 3 failed", cause=FAILURE, cause_node_rank=1),
 ]

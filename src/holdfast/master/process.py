@@ -3,11 +3,13 @@
 
 import asyncio
 import secrets
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -18,7 +20,10 @@ from holdfast.master import notes
 from holdfast.master.http import HttpServer
 from holdfast.master.service import Service
 from holdfast.model.errors import StateError
+from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
+from holdfast.model.node import Phase
+from holdfast.ports.desk import Desk
 from holdfast.ports.journal import Entry, Journal
 from holdfast.ports.platform import Platform
 from holdfast.protocol import messages as m
@@ -46,6 +51,22 @@ class MasterSettings:
     tls_key: Path | None
     insecure: bool
     spec: JobSpec
+    hands_over: bool = False
+    """True: SIGTERM ends this master and not its job: whoever runs it starts another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a master works with, besides agents: a platform, a desk, or neither."""
+
+    make_platform: Callable[[Collection[NodeId]], Platform] | None = None
+    """Called with the nodes that an earlier master saw on it."""
+    make_desk: Callable[[], Desk] | None = None
+    begin: Callable[[JobSpec], Awaitable[JobSpec]] | None = None
+    """Done before a job begins of which the journal knows nothing; may change its rules."""
+
+
+ALONE = Surroundings()
 
 
 def _open_journal(settings: MasterSettings) -> Journal:
@@ -57,13 +78,14 @@ async def run_master(
     *,
     say: Say,
     announce: Callable[[str], None],
-    make_platform: Callable[[], Platform] | None = None,
+    surroundings: Surroundings = ALONE,
     lifeline: int = -1,
     open_journal: Callable[[MasterSettings], Journal] = _open_journal,
-) -> m.JobEnded:
-    """Serve the job until it ends. Raises StateError or UsageError if it cannot.
+) -> m.JobEnded | None:
+    """Serve the job until it ends; None if it goes on under the next master.
 
-    When `lifeline` reaches end-of-file, whoever started this master is gone, and it stops.
+    Raises StateError or UsageError if it cannot. When `lifeline` reaches end-of-file, whoever
+    started this master is gone, and it stops.
     """
     settings.spec.validate()
     for address in filter(None, (settings.listen, settings.http)):
@@ -71,7 +93,7 @@ async def run_master(
         tls.require_tls(address, has_tls=has_tls, insecure=settings.insecure)
     journal = open_journal(settings)
     try:
-        return await _serve(settings, journal, say, announce, make_platform, lifeline)
+        return await _serve(settings, journal, say, announce, surroundings, lifeline)
     finally:
         journal.close()
 
@@ -81,12 +103,15 @@ async def _serve(
     journal: Journal,
     say: Say,
     announce: Callable[[str], None],
-    make_platform: Callable[[], Platform] | None,
+    surroundings: Surroundings,
     lifeline: int,
-) -> m.JobEnded:
+) -> m.JobEnded | None:
     token_file = settings.token_file or settings.state / "token"
     token = make_token(token_file)
-    engine = build_engine(settings.job, settings.spec, journal, say)
+    spec = settings.spec
+    if surroundings.begin is not None and not journal.load():
+        spec = await surroundings.begin(spec)
+    engine = build_engine(settings.job, spec, journal, say)
     service, driver = engine.service, engine.driver
     secured = tls.server_tls(settings.tls_cert, settings.tls_key)
     async with AsyncExitStack() as open_things:
@@ -98,21 +123,16 @@ async def _serve(
             http = await HttpServer.start(settings.http, service.view, token, tls=secured)
             open_things.push_async_callback(http.close)
             http_address = http.address
-        if make_platform is not None:
-            platform = make_platform()
-            open_things.push_async_callback(platform.close)
-            service.use_platform(platform)
-            watch = asyncio.create_task(watch_platform(platform, driver))
-            open_things.callback(watch.cancel)
+        await _surround(engine, surroundings, open_things)
         note = notes.write(settings, server.address, http_address, token_file)
         open_things.callback(note.unlink, missing_ok=True)
         driver.feed(ev.MasterStarted(nonce=secrets.token_hex(4)))
-        _stop_on_signals(driver, lifeline)
+        handed_over = _stop_on_signals(driver, lifeline, hands_over=settings.hands_over)
         announce(server.address)
-        ends = (service.finished, engine.fatal)
-        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        ends = (service.finished, engine.fatal, handed_over)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await driver.drain()
-        return done.pop().result()
+        return next(end for end in ends if end.done()).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +143,20 @@ class Engine:
     core: flow.JobCore
     driver: Driver
     service: Service
-    fatal: asyncio.Future[m.JobEnded]
+    fatal: asyncio.Future[m.JobEnded | None]
+
+    def running_nodes(self) -> frozenset[NodeId]:
+        """Those that the platform had when the last master looked."""
+        return frozenset(
+            cast(NodeId, row["node_id"])
+            for row in self.core.nodes.view()
+            if row["phase"] in (Phase.PENDING, Phase.RUNNING)
+        )
+
+    def ended_early(self, task: "asyncio.Task[None]") -> None:
+        """A task that should last as long as the job is over."""
+        if not task.cancelled() and not self.fatal.done() and (exc := task.exception()):
+            self.fatal.set_exception(exc)
 
 
 def build_engine(
@@ -139,7 +172,7 @@ def build_engine(
     entries = journal.load()
     job_core = replayed(job, spec, entries)
     clock = JobClock(entries, wall(), monotonic)
-    fatal: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
+    fatal: asyncio.Future[m.JobEnded | None] = asyncio.get_running_loop().create_future()
 
     def failed(exc: Exception) -> None:
         if not fatal.done():
@@ -174,20 +207,63 @@ def replayed(job: str, spec: JobSpec, entries: Sequence[Entry]) -> flow.JobCore:
     return job_core
 
 
+async def _surround(
+    engine: Engine, surroundings: Surroundings, open_things: AsyncExitStack
+) -> None:
+    """Connect what there is with the core."""
+
+    def listen_to(source: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(source)
+        # Without it the job would go on blind: better another master.
+        task.add_done_callback(engine.ended_early)
+        open_things.callback(task.cancel)
+
+    if surroundings.make_desk is not None:
+        desk = surroundings.make_desk()
+        # Closed after everything else: it has the last word.
+        open_things.push_async_callback(desk.close)
+        engine.service.use_desk(desk)
+        listen_to(take_plans(desk, engine.driver))
+    if surroundings.make_platform is not None:
+        platform = surroundings.make_platform(engine.running_nodes())
+        open_things.push_async_callback(platform.close)
+        engine.service.use_platform(platform)
+        listen_to(watch_platform(platform, engine.driver))
+
+
 async def watch_platform(platform: Platform, driver: Driver) -> None:
     """Tell the core what the platform sees, for as long as this runs."""
     async for seen in platform.watch():
-        driver.feed(ev.NodeSeen(seen.node_id, seen.phase, seen.reason, seen.message))
+        driver.feed(ev.NodeSeen(seen.node_id, seen.phase, seen.reason, seen.message, seen.host))
 
 
-def _stop_on_signals(driver: Driver, lifeline: int) -> None:
-    """A stopped master ends its job: whoever wants to keep it kills the master, or restarts it."""
+async def take_plans(desk: Desk, driver: Driver) -> None:
+    """Tell the core what people ask for, until they take the job back."""
+    async for plan in desk.plans():
+        driver.feed(ev.PlanAsked(plan))
+    driver.feed(ev.StopRequested(-1, 0, "the job was deleted"))
+
+
+def _stop_on_signals(
+    driver: Driver, lifeline: int, *, hands_over: bool
+) -> "asyncio.Future[m.JobEnded | None]":
+    """A stopped master ends its job, unless it hands it over: then the future is done.
+
+    Whoever wants to keep a job whose master does not hand over kills it, or restarts it.
+    """
     loop = asyncio.get_running_loop()
+    handed_over: asyncio.Future[m.JobEnded | None] = loop.create_future()
 
     def stop(reason: str) -> None:
         driver.feed(ev.StopRequested(-1, 0, reason))
 
-    on_end_signals(lambda number: stop(f"it was stopped by {number.name}"))
+    def stopped(number: signal.Signals) -> None:
+        if not hands_over:
+            stop(f"it was stopped by {number.name}")
+        elif not handed_over.done():
+            handed_over.set_result(None)
+
+    on_end_signals(stopped)
     if lifeline >= 0:
 
         def gone() -> None:
@@ -195,3 +271,4 @@ def _stop_on_signals(driver: Driver, lifeline: int) -> None:
             stop("whoever started the job is gone")
 
         loop.add_reader(lifeline, gone)
+    return handed_over

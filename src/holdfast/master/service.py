@@ -2,7 +2,6 @@
 """The master's links: frames become events, commands become frames."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from typing import cast
 
@@ -12,9 +11,12 @@ from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job.flow import JobCore
 from holdfast.core.kernel import Command, Event
+from holdfast.master.farewell import Farewell
+from holdfast.master.showing import Showing
 from holdfast.master.stories import describe_progress, tell
 from holdfast.model.ids import NodeId
-from holdfast.model.order import Order
+from holdfast.model.node import Phase
+from holdfast.ports.desk import Desk
 from holdfast.ports.platform import Platform
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
@@ -28,13 +30,6 @@ NOBODY = NodeId(-1)
 
 PROGRESS_S = 1.0
 """How often those who follow the job hear of its progress, at most."""
-
-FAREWELL_S = 15.0
-"""How long a finished master waits for an agent of which it hears nothing."""
-
-FLUSH_S = 360.0
-"""How long it waits for agents that beat, while nothing new reaches storage. Agents give up earlier
-by themselves (END_S in agent/agent.py), so what they hold in memory gets there if it can."""
 
 NO_NEWS = frozenset({ev.BeatReceived, ev.KvRequested, ev.DataRequested})
 """What comes in by the thousand: nobody looks for words for it."""
@@ -58,6 +53,7 @@ class Service:
         self._now = now
         self._say = say
         self._platform: Platform | None = None
+        self._showing: Showing | None = None
         self._feed: Callable[[Event], None] = lambda event: None
         self._links: dict[int, Link] = {}
         self._node_of: dict[int, NodeId] = {}
@@ -67,14 +63,11 @@ class Service:
         self._attaching: dict[int, str] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self.finished: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
-        #: Nodes that are in the job, attached or not: at its end each of them must be told.
-        self._in_job: set[NodeId] = set()
+        self._farewell = Farewell(now, say)
         self._is_finishing = False
         self._progress_told_at = -PROGRESS_S
-        self._all_told = asyncio.Event()
-        #: When an agent was heard last, and when one got on with its checkpoints; kept at the end.
-        self._heard_at = self._moved_at = 0.0
-        self._written: dict[NodeId, int] = {}
+        #: Why nodes do not run yet, in the platform's words.
+        self._waiting: dict[NodeId, str] = {}
 
     def connect_core(self, feed: Callable[[Event], None]) -> None:
         """Where events go. Set once, before anything is served."""
@@ -84,14 +77,22 @@ class Service:
         """Who launches and removes nodes, in a job that is managed."""
         self._platform = platform
 
+    def use_desk(self, desk: Desk) -> None:
+        """Where people ask for changes and see the job, if they have such a place."""
+        self._showing = Showing(desk, self.view, self._run)
+
     def view(self) -> dict[str, object]:
         """The job as /api/v1/job and `holdfast status` show it."""
-        return {
+        view = {
             "job": self._job,
             "time_s": round(self._now(), 3),
             "attached": len(self._link_of),
             **self._core.view(self._now()),
         }
+        if self._waiting:
+            for row in cast(list[dict[str, object]], view["nodes"]):
+                row["message"] = self._waiting.get(cast(NodeId, row["node_id"]), row["message"])
+        return view
 
     # ---- frames in ------------------------------------------------------------------------------
 
@@ -100,8 +101,8 @@ class Service:
 
     def received(self, link: Link, frame: m.Frame) -> None:
         body = frame.body
-        if self._is_finishing:
-            self._note_life(link, body)
+        if self._is_finishing and (node := self._node_of.get(link.number)) is not None:
+            self._farewell.heard(node, body)
         if type(body) in FROM_WORKERS:
             self._from_worker(link, frame)
         elif isinstance(body, m.Beat):
@@ -111,6 +112,8 @@ class Service:
                 link.send(_DONE, frame.call)
                 if self._followers:
                     self._tell_progress()
+                if self._showing is not None:
+                    self._showing.progressed()
         elif isinstance(body, m.Dropped):
             self._feed(ev.RequestDropped(body.session, body.seq))
         elif isinstance(body, m.Attach):
@@ -151,7 +154,7 @@ class Service:
         if node_id is not None and self._link_of.get(node_id) is link:
             del self._link_of[node_id]
             if self._is_finishing:
-                self._out_of_job(node_id)
+                self._farewell.left(node_id)
             self._feed(ev.NodeAbsent(node_id))
 
     def _observe(self, link: Link, call: int, body: m.Observe) -> None:
@@ -175,19 +178,32 @@ class Service:
             return
         match event:
             case ev.NodeReady():
-                self._in_job.add(event.member.node_id)
+                self._farewell.joined(event.member.node_id)
             case ev.NodeExpected():
-                self._in_job.add(event.node_id)
+                self._farewell.joined(event.node_id)
             case ev.NodeLost():
-                self._out_of_job(event.node_id)
+                self._farewell.left(event.node_id)
+            case ev.NodeSeen():
+                self._seen(event)
         # After the end every stream is closed: that is no news.
         text = "" if self._is_finishing and isinstance(event, ev.NodeAbsent) else tell(event)
         if not text:
             return
         self._say(text)
+        if self._showing is not None:
+            self._showing.happened(event, text)
         story = m.Story(now, type(event).__name__, text, {})
         for link in self._followers.values():
             link.send(story)
+
+    def _seen(self, event: ev.NodeSeen) -> None:
+        """Keep what keeps a node from running: of no use to the core, but to people."""
+        if event.phase is Phase.PENDING:
+            self._waiting[event.node_id] = event.message
+        else:
+            self._waiting.pop(event.node_id, None)
+        if self._showing is not None:
+            self._showing.changed()
 
     # ---- commands out ---------------------------------------------------------------------------
 
@@ -212,10 +228,11 @@ class Service:
                     self._node_of.pop(link.number, None)
                     link.close()
             case cmd.LaunchNode() if self._platform is not None:
-                order = Order(node_id=command.node_id, node_rank=command.node_rank)
-                self._run(self._platform.launch(order))
+                self._run(self._platform.launch(command.order))
             case cmd.RemoveNode() if self._platform is not None:
                 self._run(self._platform.remove(command.node_id))
+            case cmd.AnswerPlan() if self._showing is not None:
+                self._showing.settled(command.plan_id, ok=command.ok, text=command.text)
             case cmd.FinishJob():
                 self._run(self._finish(command.end))
 
@@ -245,45 +262,11 @@ class Service:
         self._is_finishing = True
         for link in list(self._link_of.values()):
             link.send(end)
-        if self._in_job:
-            await self._see_agents_off()
+        await self._farewell.wait()
+        if self._showing is not None:
+            self._showing.show()
         if not self.finished.done():
             self.finished.set_result(end)
-
-    async def _see_agents_off(self) -> None:
-        """Wait until all hung up: what is in their memory may be on its way to storage."""
-        self._all_told.clear()
-        self._heard_at = self._moved_at = self._now()
-        while self._in_job:
-            left_s = min(self._heard_at + FAREWELL_S, self._moved_at + FLUSH_S) - self._now()
-            if left_s <= 0:
-                quiet_s = self._now() - self._heard_at
-                self._say(
-                    f"{len(self._in_job)} agents did not hang up; "
-                    f"the last of them was heard {quiet_s:.0f} s ago"
-                )
-                return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_told.wait(), left_s)
-
-    def _note_life(self, link: Link, body: m.AnyMessage) -> None:
-        """An agent that has not hung up yet was heard; it may have got on with its checkpoints."""
-        node_id = self._node_of.get(link.number)
-        if node_id is None:
-            return
-        self._heard_at = self._now()
-        written = 0
-        if isinstance(body, m.Beat) and body.checkpoints is not None:
-            written = body.checkpoints.written_bytes
-        if isinstance(body, CheckpointCall) or written > self._written.get(node_id, 0):
-            self._moved_at = self._heard_at
-        self._written[node_id] = max(written, self._written.get(node_id, 0))
-
-    def _out_of_job(self, node_id: NodeId) -> None:
-        self._in_job.discard(node_id)
-        self._moved_at = self._now()
-        if not self._in_job:
-            self._all_told.set()
 
 
 def _told_by_agent(node_id: NodeId, link: int, frame: m.Frame) -> Event | None:

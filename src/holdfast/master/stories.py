@@ -28,7 +28,29 @@ def tell(event: Event) -> str:
         case ev.LeaseExpired():
             return f"the lease of lost node id {event.node_id} expired"
         case _:
-            return _tell_of_worlds(event)
+            return _tell_of_plans(event)
+
+
+def _tell_of_plans(event: Event) -> str:
+    match event:
+        case ev.PlanSettled():
+            word = "" if event.ok else " is refused"
+            return f"plan {event.plan_id}{word}: {event.text}"
+        case ev.JobSuspended():
+            return "the job is suspended: its nodes save what they have and go"
+        case ev.JobResumed():
+            return "the job is resumed: its nodes are ordered again"
+        case ev.MemoryRaised():
+            return (
+                f"node rank {event.node_rank} was out of memory: it gets {event.memory_mib} MiB "
+                f"instead of {event.before_mib}"
+            )
+        case ev.HostAvoided():
+            return f"no node is put on {event.host} any more if there are others ({event.reason})"
+        case ev.GroupMoved():
+            nodes = _count(event.nodes, "node")
+            return f"group {event.group} ({nodes}) is launched again as group {event.successor}"
+    return _tell_of_worlds(event)
 
 
 def _tell_of_worlds(event: Event) -> str:

@@ -2,9 +2,11 @@
 """What a job is asked to be: its size, its limits and its patience."""
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from holdfast.model.errors import UsageError
 from holdfast.model.node import ExitReason
+from holdfast.model.role import RoleSpec, priority_of
 
 WORKER_RESTARTS: dict[ExitReason, int] = {
     ExitReason.ERROR: 3,
@@ -31,6 +33,10 @@ NODE_RELAUNCHES: dict[ExitReason, int] = {
     ExitReason.UNKNOWN: 3,
 }
 """How often one node rank is launched again for one class of failure."""
+
+PENDING_STRATEGIES = ("skip", "necessary", "all")
+"""Which nodes may not stay pending for longer than `pending_timeout_s`: none, so many that no world
+can form without them, any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,76 @@ class JobSpec:
     spare_nodes: int = 0
     """Nodes beyond `max_nodes` that the platform keeps ready (managed jobs only)."""
 
+    size_from_platform: bool = False
+    """True: `max_nodes` is how many nodes a new job has, plans change it, and everything else that
+    nodes must agree on comes from the first agent. False: the size of the job is fixed."""
+
+    first_node_id: int = 0
+    """Where node ids begin. Above 0 where an earlier master of the job, whose state is lost, may
+    have used those below."""
+
+    suspended: bool = False
+    """A new job waits for a plan that resumes it (with `size_from_platform` only)."""
+
     worker_restarts: dict[ExitReason, int] = field(default_factory=lambda: dict(WORKER_RESTARTS))
     node_relaunches: dict[ExitReason, int] = field(default_factory=lambda: dict(NODE_RELAUNCHES))
+
+    job_relaunches: int | None = None
+    """How many nodes are launched again in the whole job; those that somebody else ended do not
+    count. None: as many as the ranks have budgets."""
+
+    critical: dict[int, int] = field(default_factory=dict)
+    """Ranks without which the job ends, and how often each is launched again. It counts as in
+    `job_relaunches`, and takes the place of the limits of the classes that have any relaunches."""
+
+    critical_others: int | None = None
+    """The same for every other rank; None: they are not critical."""
+
+    node_memory_mib: int = 0
+    """What a node asks for by the job's description. A node that was out of memory gets twice as
+    much when it is launched again. 0: nobody knows, and it gets the same again."""
+
+    memory_max_mib: int = 0
+    """A node never asks for more; 0: no limit."""
+
+    priority: str = ""
+    """Empty, "high", "low", or the fraction of the ranks that is high ("0.5"), lowest first."""
+
+    groups: dict[int, int] = field(default_factory=dict)
+    """How many nodes each group (a rack) has. Ranks are dealt out in the order of the numbers."""
+
+    group_pending_s: float = 300.0
+    """A node of a group that was launched again and is pending for so long cannot be placed beside
+    the others: the whole group is launched again elsewhere."""
+
+    group_relaunches: int = 3
+    """How often one group is launched again as a whole."""
+
+    roles: dict[str, RoleSpec] = field(default_factory=dict)
+    """Nodes that run without an agent, by the name of their role. With "worker" among them there
+    are no agents at all."""
+
+    pending_timeout_s: float = 0.0
+    """The job ends when nodes have been pending for so long, see `pending_strategy`; 0: never."""
+
+    pending_strategy: str = "skip"
+    """One of PENDING_STRATEGIES."""
+
+    def critical_limit(self, rank: int) -> int | None:
+        """How often this rank is launched again if it is critical; None if it is not."""
+        return self.critical.get(rank, self.critical_others)
+
+    def priority_of(self, rank: int, size: int) -> str:
+        """The priority of one rank of so many: "high", "low" or empty."""
+        return priority_of(self.priority, rank, size)
+
+    def group_of(self, rank: int) -> int:
+        """The group that a rank is dealt to; -1 for none."""
+        for group in sorted(self.groups):
+            if rank < self.groups[group]:
+                return group
+            rank -= self.groups[group]
+        return -1
 
     def validate(self) -> None:
         """Refuse a spec that no cluster could satisfy."""
@@ -91,3 +165,19 @@ class JobSpec:
             raise UsageError(f"silence_s {self.silence_s} must be longer than beat_s {self.beat_s}")
         if self.lease_s < self.silence_s:
             raise UsageError(f"lease_s {self.lease_s} is below silence_s {self.silence_s}")
+        if self.size_from_platform and not self.managed:
+            raise UsageError("a job whose size comes from its platform must be managed")
+        if self.pending_strategy not in PENDING_STRATEGIES:
+            known = ", ".join(PENDING_STRATEGIES)
+            raise UsageError(f"pending strategy {self.pending_strategy!r} is none of {known}")
+        if self.priority not in ("", "high", "low") and not _is_fraction(self.priority):
+            raise UsageError(
+                f"priority {self.priority!r} is neither high, low nor a fraction between 0 and 1"
+            )
+
+
+def _is_fraction(text: str) -> bool:
+    try:
+        return 0 < Fraction(text) <= 1
+    except (ValueError, ZeroDivisionError):
+        return False

@@ -17,9 +17,11 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import RestorePlan
 from holdfast.sim.copy_checker import CopyChecker
 from holdfast.sim.history import History
+from holdfast.sim.plan_checker import PlanChecker
 from holdfast.sim.scenario import OF_MANY, Scenario
 
 Sample = tuple[int, int]
+"""The epoch and the number; of a stream the partition and the offset."""
 
 RESTARTS_PER_FAULT = 2
 """What one fault may cost at most; those that hit many nodes at once may cost one for each."""
@@ -28,7 +30,12 @@ SETTLED_S = 60.0
 """So long after the last fault nothing is restarted any more."""
 
 
-_MOMENTS = {ev.WorldFormed: "world", ev.RestoreAgreed: "restore", ev.AttemptOpened: "attempt"}
+_MOMENTS = {
+    ev.WorldFormed: "world",
+    ev.RestoreAgreed: "restore",
+    ev.AttemptOpened: "attempt",
+    ev.PlanSettled: "plan",
+}
 
 
 class Violation(AssertionError):
@@ -47,6 +54,7 @@ class Checkers:
         self._failed_rounds: set[int] = set()
         self._lost_nodes: set[int] = set()
         self.copies = CopyChecker(self.fail)
+        self.plans = PlanChecker(self.fail, scenario.nodes)
         self.cuts = 0
         #: Told of the moments that scenario.MOMENTS names.
         self.at_moment: Callable[[str], None] = lambda moment: None
@@ -98,6 +106,7 @@ class Checkers:
                 f"{self._stepping} has stepped"
             )
         self._stepping = run.generation
+        self.plans.stepped(self._history.now)
 
     # ---- the master -----------------------------------------------------------------------------
 
@@ -105,6 +114,7 @@ class Checkers:
         """The master has written this, and acts upon it."""
         for record in records:
             self._count(record)
+            self.plans.durable(record, self._history.now)
         for fact in facts:
             self._history.note(f"master {type(fact).__name__}")
             match fact:
@@ -137,7 +147,8 @@ class Checkers:
             case rec.WorldAgreed():
                 self.rounds += 1
                 self.planned_rounds += record.planned
-                if self.rounds - self.planned_rounds - 1 > self._restarts.total():
+                # A plan may end a world, and the next one forms when the job is resumed.
+                if self.rounds - self.planned_rounds - 1 > self._restarts.total() + self.plans.done:
                     self.fail("a world was replaced without a restart being counted")
             case rec.CheckpointCommitted():
                 self.commits += 1
@@ -152,7 +163,7 @@ class Checkers:
         scenario, restarts = self._scenario, self._restarts.total()
         nodes = scenario.nodes + scenario.spares
         costs = (nodes if f.kind in OF_MANY else RESTARTS_PER_FAULT for f in scenario.faults)
-        if restarts > 2 + sum(costs):
+        if restarts > 2 + sum(costs) + RESTARTS_PER_FAULT * len(scenario.asks):
             self.fail(f"{restarts} restarts for {len(scenario.faults)} faults")
         if self._history.now > scenario.quiet_at() + SETTLED_S:
             self.fail(f"a restart {SETTLED_S:g} s after the last fault was over")
@@ -232,12 +243,14 @@ class Checkers:
 
     # ---- data -----------------------------------------------------------------------------------
 
-    def consumed(self, run: m.RunWorld, lineage: int, epoch: int, at: int) -> None:
-        """A sample goes into the model: it must not be there yet."""
+    def consumed(self, run: m.RunWorld, lineage: int, of: int, at: int) -> None:
+        """A sample goes into the model: it exists, and it must not be there yet."""
         line = self._lines[lineage]
-        line[epoch, at] += 1
-        if line[epoch, at] > 1:
-            self.fail(f"sample {at} of epoch {epoch} is twice in the model of round {run.round}")
+        line[of, at] += 1
+        if line[of, at] > 1:
+            self.fail(f"sample {(of, at)} is twice in the model of round {run.round}")
+        if self._scenario.grows and at >= self._scenario.written(self._history.now)[of]:
+            self.fail(f"sample {(of, at)} is read before it is written")
 
     def check_end(self, newest: Version, refused: set[Version]) -> None:
         """The job is over. `newest` is what is on storage, `refused` what could not get there."""

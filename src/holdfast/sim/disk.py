@@ -4,10 +4,14 @@
 Each batch of entries is one record with its length and checksum, as a write-ahead log has it: a
 batch that was torn by a crash is not there at all. A batch that was whole on the disk when the
 master died is there, although nobody was ever told.
+
+A disk that lies has said that it synced what it only had in a cache. When the machine loses power,
+an earlier state is there, whole: the checksums rule everything else out.
 """
 
 import struct
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from random import Random
 
@@ -18,6 +22,9 @@ from holdfast.ports.journal import Entry
 _HEAD = struct.Struct("<II")
 _entries = msgspec.msgpack.Decoder(list[tuple[float, float, bytes]])
 
+CACHED_SYNCS = 20
+"""How many of the last syncs a disk that lies may have in its cache only."""
+
 
 class Disk:
     """What is written, what of it is safe, and how fast it is."""
@@ -26,6 +33,8 @@ class Disk:
         self._rng = rng
         self._synced = b""
         self._written = b""
+        #: What was safe before each of the last syncs.
+        self._earlier: deque[bytes] = deque(maxlen=CACHED_SYNCS)
         self.slow_until = self.full_until = 0.0
 
     def load(self) -> list[Entry]:
@@ -51,10 +60,12 @@ class Disk:
 
     def compact(self, snapshot: Sequence[Entry]) -> None:
         """Replace everything, in one transaction."""
+        self._earlier.append(self._synced)
         self._synced = self._written = _batch(snapshot)
 
     def sync(self) -> None:
-        """What was written is safe."""
+        """What was written is safe, unless the disk lies."""
+        self._earlier.append(self._synced)
         self._synced = self._written
 
     def crash(self) -> None:
@@ -62,6 +73,11 @@ class Disk:
         unsafe = len(self._written) - len(self._synced)
         kept = self._rng.choice((0, unsafe, self._rng.randint(0, unsafe)))
         self._synced = self._written[: len(self._synced) + kept]
+
+    def lose_power(self) -> None:
+        """The last syncs were lies: what was there before one of them is there again."""
+        if self._earlier:
+            self._synced = self._written = self._rng.choice(self._earlier)
 
 
 def _batch(entries: Sequence[Entry]) -> bytes:

@@ -22,7 +22,7 @@ from holdfast.agent.group import Program
 from holdfast.agent.processes import RunMode
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.nodes import rules_of
+from holdfast.core.job.admission import rules_of
 from holdfast.core.job.records import decode_record
 from holdfast.core.node.environment import Launch
 from holdfast.master.process import Engine, build_engine, replayed, watch_platform
@@ -59,7 +59,7 @@ FAULTS = (
     *("break_stream", "slow_link", "partition", "partition_up", "partition_down", "cut_rack"),
     *("kill_master", "slow_disk", "full_disk", "fail_launch", "slow_launches"),
     # What the drivers are there for goes wrong more often.
-    *("kill_master", "break_stream"),
+    *("kill_master", "break_stream", "half_open"),
 )
 """What goes wrong: as in core mode, but there are no checkpoints here."""
 
@@ -468,6 +468,8 @@ class Drivers:
                 self.clock.after(model.GRACE_S, node.kill)
             case "break_stream":
                 self.network.break_streams(node.place)
+            case "half_open":
+                self.network.break_streams(node.place, fault.seconds)
             case "slow_link":
                 self.network.slow_down(node.place, fault.seconds)
             case _:

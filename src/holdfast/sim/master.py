@@ -60,6 +60,7 @@ class Master:
         self.feed(ev.MasterStarted(nonce=f"m{self._number}"))
         if self._stage.scenario.managed:
             self._stage.platform.watch(self.feed)
+            self._stage.desk.watch(lambda plan: self.feed(ev.PlanAsked(plan)))
 
     def kill(self) -> None:
         """The process dies: the kernel closes its links, the disk has what it has."""
@@ -115,11 +116,9 @@ class Master:
             return
         self._disk.sync()
         self._is_writing = False
-        self._let_leave(records, facts, commands)
+        self._release(records, facts, commands)
         if self._since_snapshot >= self._stage.scenario.compact_after and not self._entries:
-            now = self._clock.now
-            snapshot = [Entry(now, now, encode_record(r)) for r in self.core.core.snapshot()]
-            self._disk.compact(snapshot)
+            self._disk.compact(_snapshot(self.core, self._clock.now))
             self._since_snapshot = 0
         if self._entries or self._commands:
             self._write()
@@ -127,11 +126,9 @@ class Master:
     def _leave(self) -> None:
         """Nothing is to be written: what was decided leaves at once."""
         (facts, self._facts), (commands, self._commands) = (self._facts, []), (self._commands, [])
-        self._let_leave([], facts, commands)
+        self._release([], facts, commands)
 
-    def _let_leave(
-        self, records: list[Record], facts: list[Event], commands: list[Command]
-    ) -> None:
+    def _release(self, records: list[Record], facts: list[Event], commands: list[Command]) -> None:
         self._stage.checkers.durable(records, facts)
         for command in commands:
             self._execute(command)
@@ -215,9 +212,11 @@ class Master:
                 if link is not None:
                     self._hang_up(link)
             case cmd.LaunchNode():
-                self._stage.platform.launch(command.node_id, command.node_rank)
+                self._stage.platform.launch(command.order)
             case cmd.RemoveNode():
                 self._stage.platform.remove(command.node_id)
+            case cmd.AnswerPlan():
+                self._stage.desk.answer(command.plan_id)
             case cmd.FinishJob():
                 self._finish(command.end)
             case _:
@@ -277,6 +276,10 @@ class Master:
         if self.is_alive:
             self._die()
             self._ended(self, True)
+
+
+def _snapshot(core: JobCore, now: float) -> list[Entry]:
+    return [Entry(now, now, encode_record(record)) for record in core.core.snapshot()]
 
 
 def _replayed(stage: Stage, disk: Disk) -> JobCore:

@@ -2,7 +2,9 @@
 """The network between agents and the master: streams as TCP gives them.
 
 Bytes arrive in order and once, late or never. A stream that breaks loses what is under way in both
-directions, and both ends learn of it. A partition holds bytes back, in one direction or in both,
+directions, and both ends learn of it: a request is lost, or was done and its answer is lost. If it
+is left half open, only the agent learns of it and comes back on another stream, while the master
+still gets what came on the old one. A partition holds bytes back, in one direction or in both,
 and nobody learns of anything; when it is over, what was held back arrives. The frames are real.
 """
 
@@ -42,7 +44,7 @@ class Stream(Protocol):
     @property
     def place(self) -> str: ...
 
-    def abort(self) -> None: ...
+    def abort(self, late_s: float) -> None: ...
 
     def let_through(self) -> None: ...
 
@@ -56,6 +58,11 @@ class Pipe:
         self._way = way
         self._arrives_at = 0.0
         self._held_back: list[Callable[[], None]] = []
+        self._stands_until = 0.0
+
+    def stand_still(self, until: float) -> None:
+        """Nothing arrives before that."""
+        self._stands_until = until
 
     def carry(self, arrive: Callable[[], None]) -> None:
         """Let something arrive after everything before it."""
@@ -65,7 +72,9 @@ class Pipe:
         clock.at(self._arrives_at, lambda: self._arrive(arrive))
 
     def _arrive(self, arrive: Callable[[], None]) -> None:
-        if self._held_back or self._network.is_blocked(self._place, self._way):
+        if self._network.clock.now < self._stands_until:
+            self._network.clock.at(self._stands_until, lambda: self._arrive(arrive))
+        elif self._held_back or self._network.is_blocked(self._place, self._way):
             self._held_back.append(arrive)
         else:
             arrive()
@@ -93,6 +102,8 @@ class Link:
     ) -> None:
         payload = codec.encode(body, call, session, seq)[4:]
         self._pipes[way].carry(lambda: self._received(way, payload))
+        if not isinstance(body, m.Beat) and self._network.must_break(self.place, way):
+            self.abort(0.0)
 
     def _received(self, way: str, payload: bytes) -> None:
         if way in self._listening:
@@ -104,10 +115,16 @@ class Link:
         self._listening.discard(other)
         self._pipes[way].carry(lambda: self._lost(way))
 
-    def abort(self) -> None:
-        """The stream breaks: both ends learn of it, and what is under way is lost."""
-        for way in (UP, DOWN):
-            self._network.clock.after(0.001, partial(self._lost, way))
+    def abort(self, late_s: float) -> None:
+        """The stream breaks, and what is under way is lost, except to a master who learns of the
+        break so much later."""
+        clock = self._network.clock
+        clock.after(0.0, partial(self._lost, DOWN))
+        if late_s:
+            self._pipes[UP].stand_still(clock.now + late_s)
+            self._pipes[UP].carry(partial(self._lost, UP))
+        else:
+            clock.after(0.0, partial(self._lost, UP))
 
     def _lost(self, way: str) -> None:
         if way in self._listening:
@@ -131,6 +148,8 @@ class Network:
         self._next_link = 0
         self._blocked: dict[tuple[str, str], float] = {}
         self._slow: dict[str, float] = {}
+        #: By place and direction: until when the next frame breaks its stream.
+        self._break_next: dict[tuple[str, str], float] = {}
         self.master: Server | None = None
         """Who listens now."""
 
@@ -168,9 +187,17 @@ class Network:
 
     # ---- what goes wrong ------------------------------------------------------------------------
 
-    def break_streams(self, place: str) -> None:
+    def break_streams(self, place: str, late_s: float = 0.0) -> None:
+        """Break what the agent has open; the master learns of it so much later than the agent."""
         for link in self._of(place):
-            link.abort()
+            link.abort(late_s)
+
+    def lose_next(self, place: str, way: str, seconds: float) -> None:
+        """The next frame but a beat, within so long, is lost with its stream."""
+        self._break_next[place, way] = self.clock.now + seconds
+
+    def must_break(self, place: str, way: str) -> bool:
+        return self._break_next.pop((place, way), 0.0) > self.clock.now
 
     def partition(self, place: str, ways: tuple[str, ...], seconds: float) -> None:
         """Nothing gets through in these directions for a while."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platform of a managed job: it starts nodes late or not at all, ends them, and tells of it."""
+"""The platform of a managed job: it starts nodes late or not at all, ends them, and tells of it.
+
+It may have a quota: so many nodes at a time. What is ordered beyond it stays pending, and when the
+quota shrinks the newest nodes are preempted.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +13,7 @@ from typing import Protocol
 from holdfast.core.job.events import NodeSeen
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.node import ExitReason, Phase, classify_exit
+from holdfast.model.order import Order
 from holdfast.sim.clock import Clock
 
 GRACE_S = 15.0
@@ -38,6 +43,10 @@ class Platform:
         self._tell: Callable[[NodeSeen], None] = lambda seen: None
         self._sightings: dict[NodeId, NodeSeen] = {}
         self._machines: dict[NodeId, Machine] = {}
+        #: Ordered, and without a place.
+        self._waiting: list[tuple[NodeId, NodeRank]] = []
+        self._quota: int | None = None
+        self._quota_until = 0.0
         self.launches_to_fail = 0
         self.slow_until = 0.0
 
@@ -51,8 +60,9 @@ class Platform:
         for seen in list(self._sightings.values()):
             self._clock.after(self._rng.uniform(0.0, 0.5), partial(tell, seen))
 
-    def launch(self, node_id: NodeId, node_rank: NodeRank) -> None:
+    def launch(self, order: Order) -> None:
         """Order a node; an order that was given before changes nothing."""
+        node_id, node_rank = order.node_id, order.node_rank
         if node_id in self._sightings:
             return
         self._see(node_id, Phase.PENDING)
@@ -64,12 +74,36 @@ class Platform:
     def _begin(self, node_id: NodeId, node_rank: NodeRank) -> None:
         if self._sightings[node_id].phase.is_final:
             return
+        if not self._has_place():
+            self._waiting.append((node_id, node_rank))
+            return
         if self.launches_to_fail:
             self.launches_to_fail -= 1
             self._see(node_id, Phase.FAILED, ExitReason.HARDWARE, "it could not be started")
             return
         assert self._start is not None
         self._machines[node_id] = self._start(node_id, node_rank)
+
+    def _has_place(self) -> bool:
+        return self._quota is None or len(self._machines) < self._quota
+
+    def _fill(self) -> None:
+        while self._waiting and self._has_place():
+            self._begin(*self._waiting.pop(0))
+
+    def shrink_quota(self, quota: int, seconds: float) -> None:
+        """Have so many nodes at most for a while; those that are too many are asked to go."""
+        self._quota = quota
+        self._quota_until = max(self._quota_until, self._clock.now + seconds)
+        for machine in list(self._machines.values())[quota:]:
+            machine.terminate()
+            self._clock.after(GRACE_S, machine.kill)
+        self._clock.at(self._quota_until, self._lift_quota)
+
+    def _lift_quota(self) -> None:
+        if self._clock.now >= self._quota_until:
+            self._quota = None
+            self._fill()
 
     def remove(self, node_id: NodeId) -> None:
         """Make the node go away."""
@@ -88,12 +122,14 @@ class Platform:
         else:
             reason = classify_exit(max(exit_code, 0), -exit_code if exit_code < 0 else None)
             self._see(node_id, Phase.FAILED, reason, "its agent process ended")
+        self._fill()
 
     def machine_lost(self, node_id: NodeId) -> None:
         """A machine is gone; that is seen only later."""
         self._machines.pop(node_id, None)
         gone = (node_id, Phase.FAILED, ExitReason.HARDWARE, "its machine is gone")
         self._clock.after(NOTICED_S * self._rng.uniform(0.1, 1.5), lambda: self._see(*gone))
+        self._fill()
 
     def _see(
         self,

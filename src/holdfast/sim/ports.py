@@ -61,7 +61,7 @@ class PlatformPort:
         self._sightings: asyncio.Queue[Sighting] = asyncio.Queue()
 
     async def launch(self, order: Order) -> None:
-        self._platform.launch(order.node_id, order.node_rank)
+        self._platform.launch(order)
 
     async def remove(self, node_id: NodeId) -> None:
         self._platform.remove(node_id)

@@ -7,15 +7,17 @@ from random import Random
 
 from holdfast.model.checkpoint import NONE
 from holdfast.model.ids import NodeId, NodeRank
+from holdfast.model.order import Plan
 from holdfast.sim.checkers import Checkers, Violation
 from holdfast.sim.clock import Clock
+from holdfast.sim.desk import Desk
 from holdfast.sim.disk import Disk
 from holdfast.sim.history import History
 from holdfast.sim.master import Master
 from holdfast.sim.network import DOWN, UP, Network
 from holdfast.sim.node import Agent
 from holdfast.sim.platform import GRACE_S, Platform
-from holdfast.sim.scenario import LURK_S, Fault, Scenario
+from holdfast.sim.scenario import LURK_S, Ask, Fault, Scenario
 from holdfast.sim.stage import Stage
 from holdfast.sim.storage import Storage
 from holdfast.sim.vault import Memory
@@ -43,6 +45,10 @@ class Result:
     """Pieces of data of which somebody gave the tail to others."""
     safe_restores: int
     """Restores that had to be as new as what was safe on other nodes."""
+    plans: int
+    """Plans that were carried out."""
+    suspended: int
+    """How often the job was suspended."""
     has_failed: bool
     """Whether the job ended because a budget was used up."""
     lines: list[str]
@@ -58,7 +64,8 @@ class Simulation:
         network = Network(clock, Random(f"{scenario.seed} network"))
         platform = Platform(clock, Random(f"{scenario.seed} platform"))
         storage = Storage(clock, checkers)
-        self.stage = Stage(scenario, clock, history, checkers, network, platform, storage)
+        desk = Desk(clock, Random(f"{scenario.seed} desk"))
+        self.stage = Stage(scenario, clock, history, checkers, network, platform, storage, desk)
         self._rng = self.stage.rng("run")
         self._disk = Disk(self.stage.rng("disk"))
         self._master: Master | None = None
@@ -81,6 +88,8 @@ class Simulation:
                 clock.after(self._rng.uniform(0.0, 3.0), partial(self._start_own, number))
         for fault in scenario.faults:
             clock.at(fault.at, partial(self._lurk if fault.when else self._break, fault))
+        for number, ask in enumerate(scenario.asks, start=1):
+            clock.at(ask.at, partial(self._ask, f"plan {number}", ask))
         problem = ""
         try:
             clock.run(scenario.quiet_at() + PATIENCE_S, lambda: self._is_over)
@@ -99,6 +108,8 @@ class Simulation:
             checkers.restores,
             checkers.cuts,
             checkers.copies.safe_restores,
+            checkers.plans.done,
+            checkers.plans.suspended,
             checkers.end is not None and not checkers.end.ok,
             self.stage.history.lines,
         )
@@ -113,6 +124,7 @@ class Simulation:
 
     def _master_ended(self, master: Master, is_through: bool) -> None:
         if is_through:
+            self.stage.checkers.plans.check_end(master.core.nodes.wanted()["nodes"])
             self._is_over = True
         else:
             self.stage.clock.after(self._rng.uniform(1.0, 5.0), self._start_master)
@@ -151,6 +163,17 @@ class Simulation:
         number = int(agent.place[4:])
         self.stage.clock.after(self._rng.uniform(1.0, 8.0), partial(self._start_own, number))
 
+    def _ask(self, plan_id: str, ask: Ask) -> None:
+        """Somebody makes a plan."""
+        remove: tuple[NodeId, ...] = ()
+        if ask.remove is not None and self.stage.agents:
+            node_ids = sorted(self.stage.agents)
+            remove = (NodeId(node_ids[ask.remove % len(node_ids)]),)
+        plan = Plan(plan_id=plan_id, nodes=ask.nodes, suspend=ask.suspend, remove=remove)
+        self.stage.history.note(f"ASKED {plan}")
+        self.stage.checkers.plans.asked(plan)
+        self.stage.desk.ask(plan)
+
     # ---- what goes wrong ------------------------------------------------------------------------
 
     def _lurk(self, fault: Fault) -> None:
@@ -174,6 +197,9 @@ class Simulation:
         match fault.kind:
             case "kill_master":
                 self._kill_master(seconds)
+            case "lying_disk":
+                self._kill_master(seconds)
+                self._disk.lose_power()
             case "slow_disk":
                 self._disk.slow_until = now + seconds
             case "full_disk":
@@ -184,6 +210,9 @@ class Simulation:
                 self.stage.platform.launches_to_fail += 1
             case "slow_launches":
                 self.stage.platform.slow_until = now + seconds
+            case "shrink_quota":
+                nodes = self.stage.scenario.nodes
+                self.stage.platform.shrink_quota(1 + fault.target % nodes, seconds)
             case "cut_rack":
                 for place in sorted(self._agents)[fault.target % 2 :: 2]:
                     self.stage.network.partition(place, (UP, DOWN), seconds)
@@ -224,6 +253,11 @@ class Simulation:
                     self.stage.checkers.copies.rotted(version)
             case "break_stream":
                 network.break_streams(agent.place)
+            case "half_open":
+                network.break_streams(agent.place, fault.seconds)
+            case "lose_request" | "lose_answer":
+                way = UP if fault.kind == "lose_request" else DOWN
+                network.lose_next(agent.place, way, fault.seconds)
             case "slow_link":
                 network.slow_down(agent.place, fault.seconds)
             case _:

@@ -7,7 +7,8 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.model.dataset import BY_SHARD, IN_ORDER, Dataset
+from holdfast.core.job.departures import LEAVE_S
+from holdfast.model.dataset import BY_SHARD, IN_ORDER, STREAM, Dataset, Extent
 from holdfast.model.job import NODE_RELAUNCHES, WORKER_RESTARTS, JobSpec
 from holdfast.model.node import ExitReason
 
@@ -15,16 +16,16 @@ DIRECTORY = "/ckpt"
 
 OF_WORKERS = ("kill_worker", "crash_worker", "stop_worker")
 OF_NODES = ("kill_agent", "lose_node", "preempt_node", "rot_memory")
-OF_STREAMS = ("break_stream", "slow_link")
+OF_STREAMS = ("break_stream", "half_open", "lose_request", "lose_answer", "slow_link")
 OF_NETWORK = ("partition", "partition_up", "partition_down")
-OF_MANY = ("cut_rack", "cut_world")
+OF_MANY = ("cut_rack", "cut_world", "shrink_quota")
 OF_MASTER = ("kill_master", "slow_disk", "full_disk")
 OF_OTHERS = ("break_storage", "fail_launch", "slow_launches")
 KINDS = OF_WORKERS + OF_NODES + OF_STREAMS + OF_NETWORK + OF_MANY + OF_MASTER + OF_OTHERS
+"""What seeds draw. `lying_disk` is not among them: see "a disk that lies" in docs/simulation.md."""
 
-
-MOMENTS = ("world", "restore", "attempt")
-"""A world is formed, a restore agreed, a checkpoint begun: much is under way then."""
+MOMENTS = ("world", "restore", "attempt", "plan")
+"""A world is formed, a restore agreed, a checkpoint begun, a plan done: much is under way then."""
 
 LURK_S = 20.0
 
@@ -44,6 +45,16 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
     """How long it lasts, where that means something."""
     when: str = ""
     """One of MOMENTS: it waits for that, from `at` on, but not longer than LURK_S."""
+
+
+class Ask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan that somebody makes for the running job."""
+
+    at: float
+    nodes: int | None = None
+    suspend: bool | None = None
+    remove: int | None = None
+    """Which of the nodes that live then, counted round."""
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +80,8 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shard_size: int = 10
     epochs: int = 1
     shuffle: bool = False
+    grows: bool = False
+    """The data are a stream of two partitions, which is written while the job runs."""
     ahead: int = 1
     """How many pieces of the data a rank takes at once."""
     max_restarts: int = 3
@@ -80,6 +93,8 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lease_s: float = 20.0
     compact_after: int = 1000
     faults: tuple[Fault, ...] = ()
+    asks: tuple[Ask, ...] = ()
+    """Only in managed jobs."""
 
     def spec(self) -> JobSpec:
         """The rules of the job; patience is shorter than usual, so that less time must pass."""
@@ -100,11 +115,22 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             lease_s=self.lease_s,
             managed=self.managed,
             spare_nodes=self.spares,
+            size_from_platform=bool(self.asks),
         )
 
     def dataset(self) -> Dataset | None:
         if not self.samples:
             return None
+        if self.grows:
+            sizes = (self.samples // 2, self.samples - self.samples // 2)
+            return Dataset(
+                "train",
+                kind=STREAM,
+                shard_size=self.shard_size,
+                extents=tuple(Extent(f"p{number}", size) for number, size in enumerate(sizes)),
+                series=DIRECTORY,
+                grows=True,
+            )
         return Dataset(
             "train",
             size=self.samples,
@@ -114,6 +140,13 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             series=DIRECTORY,
         )
 
+    def written(self, now: float) -> tuple[int, ...]:
+        """How far the partitions of the stream are written: all of it before the job could end."""
+        dataset = self.dataset()
+        assert dataset is not None
+        share = min(1.0, now / (0.8 * self.length_s()))
+        return tuple(int(share * extent.size) for extent in dataset.extents)
+
     def length_s(self) -> float:
         """About how long the job would take if nothing went wrong."""
         steps = self.steps
@@ -122,9 +155,9 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return 5.0 + steps * self.step_s
 
     def quiet_at(self) -> float:
-        """When the last fault is over."""
-        lasting = (f.at + f.seconds + (LURK_S if f.when else 0.0) for f in self.faults)
-        return max(lasting, default=0.0)
+        """When the last fault is over, and what was asked for is done."""
+        lasting = [f.at + f.seconds + (LURK_S if f.when else 0.0) for f in self.faults]
+        return max(lasting + [ask.at + LEAVE_S for ask in self.asks], default=0.0)
 
 
 def from_seed(seed: int) -> Scenario:
@@ -160,12 +193,17 @@ def from_seed(seed: int) -> Scenario:
         ahead=rng.choice((1, 1, 3)),
     )
     scenario = _with_temper(rng, scenario)
+    if has_data and rng.random() < 0.2:
+        scenario = replace(scenario, grows=True, epochs=1, shuffle=False)
+    if managed and rng.random() < 0.4:
+        scenario = replace(scenario, asks=_asks(rng, scenario))
+    moments = MOMENTS if scenario.asks else MOMENTS[:-1]
     kinds = rng.sample(KINDS, rng.randint(1, 6))
     faults: list[Fault] = []
     for _ in range(rng.randint(1, 10)):
         # Trouble comes in bursts: what is rare alone happens while something else is under way.
         near = rng.choice(faults).at if faults and rng.random() < 0.5 else None
-        faults.append(_fault(rng, rng.choice(kinds), near, scenario.length_s()))
+        faults.append(_fault(rng, rng.choice(kinds), near, scenario.length_s(), moments))
     faults.sort(key=lambda fault: fault.at)
     return replace(scenario, faults=_within_budget(scenario, faults))
 
@@ -182,17 +220,39 @@ def _with_temper(rng: Random, scenario: Scenario) -> Scenario:
     return scenario
 
 
-def _fault(rng: Random, kind: str, near: float | None, length_s: float) -> Fault:
+def _fault(
+    rng: Random, kind: str, near: float | None, length_s: float, moments: tuple[str, ...]
+) -> Fault:
     at, when = rng.uniform(0.0, length_s), ""
     if rng.random() < 0.4:
         # It waits for what follows from another fault, or for the first world.
-        at, when = near or 0.0, rng.choice(MOMENTS)
+        at, when = near or 0.0, rng.choice(moments)
     elif near is not None:
         at = near + rng.choice((0.02, 0.5, 8.0)) * rng.random()
     # Nodes that are cut off together matter when it lasts longer than silence is borne.
     lasting = rng.choice((10.0, 20.0) if kind in OF_MANY else (0.1, 1.0, 5.0, 10.0, 20.0, 30.0))
     lasting *= rng.uniform(0.5, 1.5)
     return Fault(round(at, 3), kind, rng.randrange(16), round(lasting, 3), when)
+
+
+def _asks(rng: Random, scenario: Scenario) -> tuple[Ask, ...]:
+    """A few plans. Who suspends the job resumes it, sooner or later."""
+    asks: list[Ask] = []
+    for _ in range(rng.randint(1, 4)):
+        at, lot = round(rng.uniform(0.0, scenario.length_s()), 3), rng.random()
+        if lot < 0.5:
+            size = rng.randint(scenario.min_nodes, scenario.nodes + 2)
+            asks.append(Ask(at=at, nodes=size))
+        elif lot < 0.7:
+            asks.append(Ask(at=at, remove=rng.randrange(16)))
+        else:
+            later = at + rng.choice((1.0, 10.0, 150.0)) * rng.uniform(0.5, 1.5)
+            asks += [Ask(at=at, suspend=True), Ask(at=round(later, 3), suspend=False)]
+    asks.sort(key=lambda ask: ask.at)
+    # Of two that overlap, the first to resume would end the other: the last word counts.
+    if any(ask.suspend for ask in asks):
+        asks.append(Ask(at=asks[-1].at + 1.0, suspend=False))
+    return tuple(asks)
 
 
 def _within_budget(scenario: Scenario, faults: list[Fault]) -> tuple[Fault, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.sim.checkers import Checkers
 from holdfast.sim.clock import Clock
 from holdfast.sim.collective import Collective
+from holdfast.sim.desk import Desk
 from holdfast.sim.history import History
 from holdfast.sim.network import Network
 from holdfast.sim.platform import Platform
@@ -29,6 +30,7 @@ class Stage:
     network: Network
     platform: Platform
     storage: Storage
+    desk: Desk
     #: The agents that live, by the node id that the master gave them.
     agents: dict[int, "Agent"] = field(default_factory=dict)
     #: By generation: where the ranks of a world meet.

@@ -4,7 +4,7 @@
     python -m holdfast.sim.swarm --seeds 0..1000 --out found
 
 A scenario that fails is written to the folder `--out` as a file that tests/sim plays again, once it
-is moved to tests/sim/found.
+is moved to tests/sim/found. driver_swarm.py does the same with the real drivers.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.sim.run import run
-from holdfast.sim.scenario import Fault, Scenario, from_seed
+from holdfast.sim.scenario import Scenario, from_seed
 
 TRIES_MAX = 300
 """Runs that are spent on making one scenario smaller."""
@@ -28,8 +28,13 @@ Finds = Callable[[Scenario], str]
 
 def problem_of(scenario: Scenario) -> str:
     """What must never happen and does in this scenario; an error inside is as bad."""
+    return or_error(lambda: run(scenario).problem)
+
+
+def or_error(play: Callable[[], str]) -> str:
+    """What a run comes to; the error if it ends with one."""
     try:
-        return run(scenario).problem
+        return play()
     except (
         AssertionError,
         AttributeError,
@@ -66,6 +71,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, faults=faults[half:])
     for number in range(len(faults)):
         yield replace(scenario, faults=faults[:number] + faults[number + 1 :])
+    for number, ask in enumerate(scenario.asks):
+        if ask.suspend is not False:  # A job that nobody resumes does not come to its end.
+            fewer = scenario.asks[:number] + scenario.asks[number + 1 :]
+            yield replace(scenario, asks=fewer)
     for name, least in (("samples", 0), ("spares", 0), ("steps", 10), ("nproc", 1)):
         value = getattr(scenario, name)
         if value > least:
@@ -74,7 +83,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, nodes=scenario.nodes - 1)
     for number, fault in enumerate(faults):
         if fault.seconds > 1.0:
-            shorter = Fault(fault.at, fault.kind, fault.target, round(fault.seconds / 2, 3))
+            shorter = replace(fault, seconds=round(fault.seconds / 2, 3))
             yield replace(scenario, faults=(*faults[:number], shorter, *faults[number + 1 :]))
 
 
@@ -99,31 +108,35 @@ def _seeds(text: str) -> range:
         raise argparse.ArgumentTypeError(f"{text!r} is not like 0..1000") from exc
 
 
-def _first(seeds: range) -> int:
+def _first(seeds: range, scenario_of: Callable[[int], Scenario], finds: Finds) -> int:
     """Play until a seed fails, and say how many that took."""
     for count, seed in enumerate(seeds, start=1):
-        if problem := problem_of(from_seed(seed)):
+        if problem := finds(scenario_of(seed)):
             sys.stdout.write(f"seed {seed} after {count} seeds: {problem}\n")
             return 1
     sys.stdout.write(f"{len(seeds)} seeds, none failed\n")
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m holdfast.sim.swarm", description=__doc__)
+def main(
+    argv: Sequence[str] | None = None,
+    scenario_of: Callable[[int], Scenario] = from_seed,
+    finds: Finds = problem_of,
+) -> int:
+    parser = argparse.ArgumentParser(description="Play many seeds; make those that fail small.")
     parser.add_argument("--seeds", type=_seeds, default=range(1000), help="A..B, without B")
     parser.add_argument("--out", type=Path, default=Path("found"), help="where failures go")
     parser.add_argument("--first", action="store_true", help="stop at the first that fails")
     options = parser.parse_args(argv)
     if options.first:
-        return _first(options.seeds)
+        return _first(options.seeds, scenario_of, finds)
     began = time.monotonic()
     failed = 0
     for done, seed in enumerate(options.seeds, start=1):
-        scenario = from_seed(seed)
-        if problem := problem_of(scenario):
+        scenario = scenario_of(seed)
+        if problem := finds(scenario):
             failed += 1
-            path = save(shrink(scenario), options.out)
+            path = save(shrink(scenario, finds), options.out)
             sys.stdout.write(f"seed {seed}: {problem}; the smallest that fails is in {path}\n")
         if done % 500 == 0:
             took_s = time.monotonic() - began

@@ -120,10 +120,15 @@ class Wire:
                 if is_told:
                     self.hang_up(way)
 
-    def abort(self) -> None:
-        """The stream breaks: both ends learn of it, and what is under way is lost."""
-        for end in (self.client, self.server):
-            self._network.clock.after(BREAK_S, end.lose)
+    def abort(self, late_s: float) -> None:
+        """The stream breaks: see Link.abort."""
+        clock = self._network.clock
+        clock.after(BREAK_S, self.client.lose)
+        if late_s:
+            self._pipes[UP].stand_still(clock.now + late_s)
+            self.hang_up(UP)
+        else:
+            clock.after(BREAK_S, self.server.lose)
 
     def let_through(self) -> None:
         for pipe in self._pipes.values():

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 WAIT_S = 0.5
 """How long a rank waits for a piece before it steps without: the others wait for it."""
 
+GROWTH_S = 2.0
+"""How often somebody looks how far a stream is written."""
+
 Sample = tuple[int, int]
+"""The epoch and the number; of a stream the partition and the offset."""
 
 
 class Worker:
@@ -52,7 +56,7 @@ class Worker:
         self._going.keep(None)
         self._is_alive = True
         self._dying: Timer | None = None
-        self._task: Task = self._clock.spawn(self._main())
+        self._tasks: list[Task] = [self._clock.spawn(self._main())]
 
     # ---- life and death -------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class Worker:
         """It gets a signal, and is gone a little later."""
         if signal == 9:
             # It executes nothing more; that it has ended is seen later.
-            self._task.cancel()
+            self._stop()
             self._collective.leave()
         if signal == 9 or self._dying is None:
             if self._dying is not None:
@@ -93,10 +97,14 @@ class Worker:
     def cease(self) -> None:
         """Its agent is gone, and it with it."""
         self._is_alive = False
-        self._task.cancel()
+        self._stop()
         self._collective.leave()
         if self._dying is not None:
             self._dying.cancel()
+
+    def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     def _exit(self, code: int | None, signal: int | None) -> None:
         if self._is_alive:
@@ -161,16 +169,9 @@ class Worker:
                 return
             prepared, problem, tried = plan.version, "", NONE
             if plan.version != NONE and not await self._agent.vault.open(
-                plan.version, self._parts(plan.shape)
+                plan.version, _parts(plan.shape, self.rank, self._run.world_size)
             ):
                 prepared, problem, tried = NONE, "a part cannot be had", plan.version
-
-    def _parts(self, shape: Shape) -> list[str]:
-        """What this rank needs of a version; of another world size it takes several parts."""
-        if shape.shared:
-            return [SHARED, rank_part(self.rank)]
-        mine = range(self.rank, shape.world_size, self._run.world_size)
-        return [rank_part(rank) for rank in mine]
 
     async def _save(self, *, persist: bool) -> None:
         """Copy the state into memory; that takes a while, in which anything may happen."""
@@ -209,6 +210,21 @@ class Worker:
         assert isinstance(opened, d.DatasetOpened)
         self._books = Books(dataset)
         self._books.opened(opened)
+        if dataset.grows and self.rank == 0:
+            self._tasks.append(self._clock.spawn(self._watch_stream()))
+
+    async def _watch_stream(self) -> None:
+        """As client/data/streams.py does it: one process says how far the stream is written."""
+        told = 0
+        while True:
+            await self._clock.pause(GROWTH_S)
+            await self._going
+            told += 1
+            ends = self._stage.scenario.written(self._clock.now)
+            answered: Promise[m.AnyMessage] = Promise(self._clock)
+            body = d.ShardsGrown(self.round, "train", ends)
+            self._agent.stream.call(body, answered.keep, f"{self._session}-growth", told)
+            await answered
 
     async def _read(self, books: Books) -> None:
         """The samples of this step, as far as there are any."""
@@ -223,23 +239,16 @@ class Worker:
                 self._part = books.ready.popleft()
             part = self._part
             if part.is_wanted:
-                self._share(books, part)
+                self._stage.checkers.cuts += _share(books, part)
             end = min(part.end, part.given + left)
+            of = part.extent if self._stage.scenario.grows else part.epoch
             for at in range(part.given, end):
-                self.trained.append((part.epoch, at))
-                self._stage.checkers.consumed(self._run, self._agent.vault.lineage, part.epoch, at)
+                self.trained.append((of, at))
+                self._stage.checkers.consumed(self._run, self._agent.vault.lineage, of, at)
             left -= end - part.given
             books.finish(part, end)
             if end == part.end:
                 self._part = None
-
-    def _share(self, books: Books, part: Part) -> None:
-        """Others wait for this part: half of the rest goes back, as in client/data/holdings.py."""
-        part.is_wanted = False
-        rest = part.end - part.given
-        if rest > 1:
-            books.cut(part, part.end - rest // 2)
-            self._stage.checkers.cuts += 1
 
     async def _take(self, books: Books) -> None:
         body = self._request(books, self._stage.scenario.ahead, WAIT_S)
@@ -268,3 +277,22 @@ class Worker:
         return d.ShardsTake(
             self.round, "train", books.term, books.epoch, want, words, wait_s, is_idle=want > 0
         )
+
+
+def _parts(shape: Shape, rank: int, world_size: int) -> list[str]:
+    """What a rank needs of a version; of another world size it takes several parts."""
+    if shape.shared:
+        return [SHARED, rank_part(rank)]
+    return [rank_part(part) for part in range(rank, shape.world_size, world_size)]
+
+
+def _share(books: Books, part: Part) -> bool:
+    """Others wait for this part: half of the rest goes back, as in client/data/holdings.py.
+
+    Whether there was anything to give.
+    """
+    part.is_wanted = False
+    rest = part.end - part.given
+    if rest > 1:
+        books.cut(part, part.end - rest // 2)
+    return rest > 1

@@ -4,7 +4,8 @@
 from dataclasses import dataclass
 
 from holdfast.core.kernel import Command
-from holdfast.model.ids import NodeId, NodeRank
+from holdfast.model.ids import NodeId
+from holdfast.model.order import Order
 from holdfast.protocol import messages as m
 
 
@@ -42,13 +43,21 @@ class Drop(Command):
 
 @dataclass(frozen=True, slots=True)
 class LaunchNode(Command):
-    node_id: NodeId
-    node_rank: NodeRank
+    order: Order
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveNode(Command):
     node_id: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan(Command):
+    """Say at the desk what became of a plan."""
+
+    plan_id: str
+    ok: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

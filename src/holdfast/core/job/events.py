@@ -3,6 +3,36 @@
 
 from dataclasses import dataclass
 
+from holdfast.core.job.plan_events import (
+    GroupMoved as GroupMoved,
+)
+from holdfast.core.job.plan_events import (
+    HostAvoided as HostAvoided,
+)
+from holdfast.core.job.plan_events import (
+    JobResumed as JobResumed,
+)
+from holdfast.core.job.plan_events import (
+    JobSuspended as JobSuspended,
+)
+from holdfast.core.job.plan_events import (
+    JoinClockSet as JoinClockSet,
+)
+from holdfast.core.job.plan_events import (
+    MemoryRaised as MemoryRaised,
+)
+from holdfast.core.job.plan_events import (
+    NodesLeaving as NodesLeaving,
+)
+from holdfast.core.job.plan_events import (
+    PlanAsked as PlanAsked,
+)
+from holdfast.core.job.plan_events import (
+    PlanSettled as PlanSettled,
+)
+from holdfast.core.job.plan_events import (
+    RulesChanged as RulesChanged,
+)
 from holdfast.core.kernel import Event
 from holdfast.model.checkpoint import Version
 from holdfast.model.dataset import Dataset, Piece, Position
@@ -159,6 +189,8 @@ class NodeSeen(Event):
     phase: Phase
     reason: ExitReason | None
     message: str
+    host: str = ""
+    """The machine that it was put on, as far as the platform says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +240,8 @@ class NodeReady(Event):
     """True for the same agent process on a new link."""
     cold: bool = False
     """True when its workers would start cold: it says so when they no longer would."""
+    replaces: NodeId = NodeId(-1)  # noqa: RUF009
+    """A node of the same rank that it waits for: that one goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +316,7 @@ class WorldFound(Event):
     """How many worlds of this job broke so far."""
     done: bool
     """True when every worker of it had finished."""
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +343,7 @@ class WorkSettled(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorldImpossible(Event):
-    """No world formed within the join time-out."""
+    """No world formed within the join time-out, or none can form any more."""
 
     reason: str
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
+from holdfast.core.job import role_records as role
 from holdfast.core.job.checkpoints import Checkpoints
 from holdfast.core.job.hangs import Hangs
 from holdfast.core.job.liveness import Liveness
 from holdfast.core.job.nodes import Nodes
 from holdfast.core.job.progress import Progress
 from holdfast.core.job.rendezvous import Rendezvous
+from holdfast.core.job.roles import Roles
 from holdfast.core.job.shards import Shards
 from holdfast.core.job.sync import Sync
 from holdfast.core.job.tallies import Tallies
@@ -24,6 +26,10 @@ from holdfast.model.job import JobSpec
 
 NEWS = (
     ev.NodeOrdered,
+    ev.PlanSettled,
+    ev.MemoryRaised,
+    ev.HostAvoided,
+    ev.GroupMoved,
     ev.IncidentClosed,
     ev.AttemptOpened,
     ev.CopyFailed,
@@ -51,13 +57,15 @@ class JobCore:
     tallies: Tallies
     shards: Shards
     hangs: Hangs
+    roles: Roles
 
     def view(self, now: float) -> dict[str, object]:
         """The state of the job as people and tools see it."""
         return {
             **self.verdicts.view(),
             "world": self.rendezvous.view(),
-            "nodes": self.nodes.view(),
+            "nodes": [*self.nodes.view(), *self.roles.view()],
+            "wanted": {**self.nodes.wanted(), "roles": self.roles.wanted()},
             "progress": self.progress.view(now),
             "store": self.sync.view(),
             "checkpoints": self.checkpoints.view(),
@@ -70,20 +78,20 @@ def build(spec: JobSpec, job: str) -> JobCore:
     """Create the machines and connect them."""
     nodes, liveness, rendezvous = Nodes(spec, job), Liveness(spec), Rendezvous()
     sync, verdicts, progress, checkpoints = Sync(), Verdicts(spec), Progress(), Checkpoints()
-    tallies, shards, hangs = Tallies(), Shards(), Hangs(spec)
+    tallies, shards, hangs, roles = Tallies(), Shards(), Hangs(spec), Roles(spec)
     ledgers = (checkpoints, tallies, shards)
-    machines = (nodes, liveness, rendezvous, sync, verdicts, progress, *ledgers, hangs)
+    machines = (nodes, liveness, rendezvous, sync, verdicts, progress, *ledgers, hangs, roles)
     core = Core(machines)
 
     # Inputs.
-    core.route(ev.MasterStarted, checkpoints, rendezvous, nodes, verdicts, shards)
+    core.route(ev.MasterStarted, checkpoints, rendezvous, nodes, verdicts, shards, roles)
     core.route(ev.AttachRequested, nodes)
     core.route(ev.NodeAbsent, liveness, rendezvous, sync, checkpoints, shards, hangs)
     core.route(ev.LeaveRequested, nodes)
     core.route(ev.BeatReceived, liveness, progress, tallies, hangs)
     core.route(ev.StartReported, progress, rendezvous)
     core.route(ev.StoreOffered, rendezvous)
-    core.route(ev.NodeWarmed, rendezvous)
+    core.route(ev.NodeWarmed, nodes, rendezvous)
     core.route(ev.FailureReported, rendezvous)
     core.route(ev.DoneReported, rendezvous, hangs)
     core.route(ev.KvRequested, sync)
@@ -91,7 +99,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.DataRequested, shards)
     core.route(ev.DataMarks, checkpoints, shards)
     core.route(ev.RequestDropped, sync, shards)
-    core.route(ev.NodeSeen, nodes)
+    core.route(ev.NodeSeen, nodes, roles)
     core.route(ev.StopRequested, verdicts)
 
     # Facts.
@@ -105,15 +113,15 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.NodeLost, tallies, liveness, sync, shards, checkpoints, rendezvous)
     core.route(ev.LeaseExpired, nodes, liveness, rendezvous)
     core.route(ev.WorldHurt, verdicts)
-    core.route(ev.WorldBroken, progress, hangs, checkpoints, rendezvous)  # progress: the stages
+    core.route(ev.WorldBroken, progress, hangs, checkpoints, rendezvous, nodes)
     core.route(ev.WorldFormed, nodes, sync, progress, checkpoints, tallies, shards, hangs)
-    core.route(ev.WorldFound, checkpoints, tallies, shards, hangs)
+    core.route(ev.WorldFound, nodes, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldStarted, progress, verdicts)
-    core.route(ev.FirstStepMade, verdicts)  # what training brings back of the budgets
+    core.route(ev.FirstStepMade, verdicts, nodes)  # budgets come back; who shall go may go
     core.route(ev.WorldDone, checkpoints)  # the end waits for what is on its way to storage
     core.route(ev.WorkSettled, verdicts)
     core.route(ev.WorldImpossible, verdicts)
-    core.route(ev.JobFinished, nodes, rendezvous, progress, checkpoints, hangs)
+    core.route(ev.JobFinished, nodes, rendezvous, progress, checkpoints, hangs, roles)
     core.route(ev.AttemptFailed, tallies)
     core.route(ev.CheckpointCommitted, tallies)
     core.route(ev.RestoreAgreed, shards)  # the data goes back with the model
@@ -123,15 +131,29 @@ def build(spec: JobSpec, job: str) -> JobCore:
         core.route(news)
 
     wired = JobCore(core, *machines)
+    _route_plans(wired)
     _own_records(wired)
     return wired
+
+
+def _route_plans(job: JobCore) -> None:
+    """What people ask of a running job, and what follows from it."""
+    core = job.core
+    core.route(ev.PlanAsked, job.nodes, job.roles)
+    core.route(ev.RulesChanged, job.verdicts, job.rendezvous)
+    core.route(ev.JobSuspended, job.verdicts, job.progress, job.roles)
+    core.route(ev.JobResumed, job.progress, job.rendezvous, job.roles)
+    core.route(ev.JoinClockSet, job.rendezvous)
+    core.route(ev.NodesLeaving, job.rendezvous)
 
 
 def _own_records(job: JobCore) -> None:
     """Say whose records are whose."""
     core = job.core
     core.own(job.nodes, rec.RulesSet, rec.NodePlanned, rec.NodeAdmitted, rec.NodePhaseChanged)
-    core.own(job.nodes, rec.RelaunchCounted, rec.CountersSet)
+    core.own(job.nodes, rec.RelaunchCounted, rec.CountersSet, rec.NodePlaced, rec.NodeLeaves)
+    core.own(job.nodes, rec.RankWanted, rec.JobSized, rec.PlanSettled)
+    core.own(job.nodes, rec.HostBlamed, rec.GroupMoved)
     core.own(job.rendezvous, rec.GenerationSet, rec.WorldAgreed, rec.RoundBroken, rec.NodeDone)
     core.own(job.sync, rec.KvChanged, rec.KvDropped, rec.QueueChanged, rec.SessionRemembered)
     core.own(job.sync, rec.BarrierReleased, rec.ScopesDropped)
@@ -142,3 +164,5 @@ def _own_records(job: JobCore) -> None:
     core.own(job.shards, rec.DatasetRegistered, rec.ShardsListed, rec.ShardsLeased)
     core.own(job.shards, rec.ShardsReported, rec.LeasesReturned, rec.MarksFolded)
     core.own(job.shards, rec.PositionsAdopted, rec.DatasetKept, rec.AnswerKept, rec.StreamGrown)
+    core.own(job.roles, role.RoleNodePlanned, role.RoleNodeChanged, role.RoleRankSet)
+    core.own(job.roles, role.RoleRelaunched, role.RoleAsked, role.RolePlanSettled, role.RolesSet)

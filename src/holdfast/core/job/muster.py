@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
-from holdfast.model.ids import NodeId
+from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.world import Member, in_order
 from holdfast.protocol.messages import JobRules
 
@@ -23,13 +23,19 @@ class Muster:
         self.absent: set[NodeId] = set()
         #: Ready, but their workers would start cold: a healthy world is not stopped for them yet.
         self.cold: set[NodeId] = set()
+        #: They shall go: there is no place for them in the next world.
+        self.leaving: set[NodeId] = set()
+        #: Ready, but another node has their rank until it goes.
+        self._standing_by: dict[NodeId, NodeId] = {}
         #: Nodes that went silent and whose leases still run: they may not be dead at all.
         self._leased: set[NodeId] = set()
         #: Worlds that were replaced, and that nobody has been seen to leave.
         self._unstopped: list[frozenset[NodeId]] = []
 
-    def arrived(self, member: Member, *, is_cold: bool) -> None:
+    def arrived(self, member: Member, *, is_cold: bool, replaces: NodeId) -> None:
         self.ready[member.node_id] = member
+        if replaces >= 0 and replaces not in self.leaving:
+            self._standing_by[member.node_id] = replaces
         self.absent.discard(member.node_id)
         self._leased.discard(member.node_id)
         if is_cold:
@@ -47,10 +53,29 @@ class Muster:
         self.ready.pop(node_id, None)
         self.absent.discard(node_id)
         self.cold.discard(node_id)
+        self.leaving.discard(node_id)
+        self._standing_by.pop(node_id, None)
+        self._free_places({node_id})
         if proven:
             self.stopped(node_id)
         else:
             self._leased.add(node_id)
+
+    def leave(self, node_ids: Iterable[NodeId]) -> None:
+        """These shall go, and others may have their places."""
+        self.leaving.update(node_ids)
+        self._free_places(self.leaving)
+
+    def _free_places(self, gone: Collection[NodeId]) -> None:
+        for node_id, holder in list(self._standing_by.items()):
+            if holder in gone:
+                del self._standing_by[node_id]
+
+    def _can_train(self, node_id: NodeId, *, growing: bool) -> bool:
+        """Whether the next world may hold this node, which is ready."""
+        if node_id in self.leaving or node_id in self._standing_by:
+            return False
+        return not (growing and node_id in self.cold)
 
     def stopped(self, node_id: NodeId) -> None:
         """The node computes in no world that was replaced: those cannot go on without it."""
@@ -68,10 +93,14 @@ class Muster:
         self._unstopped = [frozenset(map(NodeId, world)) for world in worlds]
 
     def is_leased(self, world: Collection[NodeId]) -> bool:
-        """Whether nobody of the world is here, and somebody of it may not be dead."""
-        if not self._leased or any(node_id in self.ready for node_id in world):
+        """Whether nobody of the world is here to stay, and somebody of it may not be dead."""
+        if not (self._leased or self.leaving) or self.keeps_one_of(world):
             return False
-        return any(node_id in self._leased for node_id in world)
+        return any(node_id in self._leased or node_id in self.leaving for node_id in world)
+
+    def keeps_one_of(self, world: Collection[NodeId]) -> bool:
+        """Whether somebody of the world is here to stay."""
+        return any(node_id in self.ready and node_id not in self.leaving for node_id in world)
 
     def has_unstopped(self) -> bool:
         """Whether a world may still compute of which nobody is here to be told.
@@ -80,7 +109,10 @@ class Muster:
         nor under a lease, as a restarted master may find.
         """
         return any(
-            all(node_id in self.absent or node_id in self._leased for node_id in world)
+            all(
+                node_id in self.absent or node_id in self._leased or node_id in self.leaving
+                for node_id in world
+            )
             for world in self._unstopped
         )
 
@@ -99,13 +131,23 @@ class Muster:
     def possible_size(self, rules: JobRules, *, growing: bool) -> int:
         """How many nodes the next world would have; 0 if there can be none."""
         count = len(self.ready) - (len(self.cold) if growing else 0)
+        if self.leaving or self._standing_by:
+            excluded = self.leaving.union(self._standing_by, self.cold if growing else ())
+            count = len(self.ready.keys() - excluded)
         size = min(count, rules.max_nodes)
         size -= size % rules.node_unit
         return size if size >= max(rules.min_nodes, 1) else 0
 
-    def is_full(self, rules: JobRules, size: int) -> bool:
-        """Whether no larger world could ever form."""
-        return size == rules.max_nodes - rules.max_nodes % rules.node_unit
+    def is_complete(self, rules: JobRules, size: int, *, growing: bool, begins: bool) -> bool:
+        """Whether nobody who is expected is missing."""
+        if size == rules.max_nodes - rules.max_nodes % rules.node_unit:
+            return not self.absent or not growing
+        # At the beginning everybody up to the maximum is expected; later, those we know.
+        return not begins and not self.absent and not growing
+
+    def spares(self, world: Collection[NodeId]) -> list[NodeRank]:
+        """The ranks of those who are ready and have no place in the world."""
+        return sorted(one.node_rank for one in self.ready.values() if one.node_id not in world)
 
     def choose(self, size: int, *, growing: bool, world: Iterable[NodeId]) -> list[Member]:
         """The members of the next world, in order.
@@ -117,7 +159,7 @@ class Muster:
         """
         may_compute = frozenset(world).union(*self._unstopped)
         candidates = sorted(
-            (m for m in self.ready.values() if not (growing and m.node_id in self.cold)),
+            (m for m in self.ready.values() if self._can_train(m.node_id, growing=growing)),
             key=lambda member: (member.node_id not in may_compute, member.node_rank),
         )
         return in_order(candidates[:size])

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The durable part of `nodes`: the table itself, and how records change it."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.kernel import Record
+from holdfast.core.job.failed_hosts import FailedHosts
+from holdfast.core.job.wanted import Wanted
+from holdfast.core.kernel import Outcome, Record
 from holdfast.model.ids import Incarnation, NodeId, NodeRank
 from holdfast.model.node import ExitReason, Phase
+from holdfast.model.order import WORKER
 from holdfast.protocol import messages as m
 
 _NEVER_MET = Incarnation(0)
+NOBODY = NodeId(-1)
 
 
 @dataclass(slots=True)
@@ -28,22 +34,100 @@ class NodeState:
     topology: str = ""
     #: Whether an ended node is known to have stopped.
     proven: bool = True
+    #: Why it ended, or what the platform says of it.
+    message: str = ""
+    #: The machine that the platform put it on.
+    machine: str = ""
+    #: Whether the platform was asked for it, and with what.
+    is_ordered: bool = False
+    relaunches: int = 0
+    memory_mib: int = 0
+    cpu_milli: int = 0
+    group: int = -1
+    replaces: NodeId = NOBODY
+
+    def plan(self) -> rec.NodePlanned:
+        """Its order."""
+        return rec.NodePlanned(
+            node_id=self.node_id,
+            node_rank=self.node_rank,
+            relaunches=self.relaunches,
+            memory_mib=self.memory_mib,
+            cpu_milli=self.cpu_milli,
+            group=self.group,
+            replaces=self.replaces,
+        )
+
+    def admission(self) -> rec.NodeAdmitted:
+        """Who took this node id."""
+        return rec.NodeAdmitted(
+            node_id=self.node_id,
+            node_rank=self.node_rank,
+            incarnation=self.incarnation,
+            agent_key=self.agent_key,
+            nproc=self.nproc,
+            host=self.host,
+            topology=self.topology,
+        )
 
 
 class NodeTable:
     """Every node that matters, by id, by rank and by agent key."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_node_id: int = 0) -> None:
         self.rules: m.JobRules | None = None
         self.nodes: dict[NodeId, NodeState] = {}
         self.by_key: dict[str, NodeId] = {}
         self.live_by_rank: dict[NodeRank, NodeId] = {}
         self.ended_by_rank: dict[NodeRank, NodeId] = {}
         self.relaunches: dict[tuple[NodeRank, ExitReason], int] = {}
-        self.next_node_id = 0
+        self.next_node_id = first_node_id
         self.next_incarnation = 1
         #: No rank below this one is free.
         self.rank_hint = 0
+        #: Live nodes that shall go, in that order.
+        self.leaving: dict[NodeId, None] = {}
+        #: Live nodes that the platform has no place for yet, and since when: longest first.
+        self.pending: dict[NodeId, float] = {}
+        #: By node: the one that was ordered to take its place.
+        self._successors: dict[NodeId, NodeId] = {}
+        #: Where nodes of this job are or were: how many that are still in the table.
+        self.machines: Counter[str] = Counter()
+        self.wanted = Wanted()
+        self.hosts = FailedHosts()
+
+    def commit(self, outcome: Outcome, record: Record) -> None:
+        """Make a record true and durable."""
+        self.apply(record)
+        outcome.records.append(record)
+
+    def end(
+        self,
+        outcome: Outcome,
+        node: NodeState,
+        phase: Phase,
+        reason: ExitReason,
+        message: str,
+        *,
+        proven: bool,
+    ) -> None:
+        """Write down that a node is no longer part of the job, and say so."""
+        self.commit(outcome, rec.NodePhaseChanged(node.node_id, phase, reason, message, proven))
+        lost = ev.NodeLost(node.node_id, node.node_rank, reason, message, proven)
+        outcome.facts.append(lost)
+
+    @property
+    def staying(self) -> int:
+        """How many ranks have a node that is not about to go."""
+        nodes = (self.nodes[node_id] for node_id in self.leaving)
+        going = sum(self.live_by_rank[node.node_rank] == node.node_id for node in nodes)
+        return len(self.live_by_rank) - going
+
+    def vacant(self) -> Iterator[NodeState]:
+        """Of every rank that is wanted and has no node: the last that it had."""
+        for rank in sorted(self.wanted.ranks - self.live_by_rank.keys()):
+            if rank in self.ended_by_rank:
+                yield self.nodes[self.ended_by_rank[rank]]
 
     def free_rank(self) -> NodeRank:
         """The lowest rank that no live node has."""
@@ -56,10 +140,7 @@ class NodeTable:
             case rec.RulesSet():
                 self.rules = record.rules
             case rec.NodePlanned():
-                node = NodeState(NodeId(record.node_id), NodeRank(record.node_rank))
-                self.nodes[node.node_id] = node
-                self.live_by_rank[node.node_rank] = node.node_id
-                self.next_node_id = max(self.next_node_id, record.node_id + 1)
+                self._apply_planned(record)
             case rec.NodeAdmitted():
                 self._apply_admitted(record)
             case rec.NodePhaseChanged():
@@ -70,14 +151,60 @@ class NodeTable:
             case rec.CountersSet():
                 self.next_node_id = record.next_node_id
                 self.next_incarnation = record.next_incarnation
+            case rec.NodePlaced():
+                self._apply_placed(record)
+            case rec.NodeLeaves():
+                self.leaving[NodeId(record.node_id)] = None
+            case rec.HostBlamed():
+                self.hosts.apply(record)
             case _:
-                raise TypeError(f"{record!r} is not a record of the nodes")
+                self.wanted.apply(record)
+
+    def _apply_planned(self, record: rec.NodePlanned) -> None:
+        node = NodeState(
+            NodeId(record.node_id),
+            NodeRank(record.node_rank),
+            is_ordered=True,
+            relaunches=record.relaunches,
+            memory_mib=record.memory_mib,
+            cpu_milli=record.cpu_milli,
+            group=record.group,
+            replaces=NodeId(record.replaces),
+        )
+        self.nodes[node.node_id] = node
+        if self.is_live(node.replaces):
+            self._successors[node.replaces] = node.node_id
+        else:
+            self.live_by_rank[node.node_rank] = node.node_id
+        self.wanted.ranks.add(node.node_rank)
+        self.next_node_id = max(self.next_node_id, record.node_id + 1)
+
+    def _apply_placed(self, record: rec.NodePlaced) -> None:
+        node = self.nodes[NodeId(record.node_id)]
+        self._forget_machine(node)
+        node.machine = record.machine
+        self.machines[node.machine] += 1
+
+    def _forget_machine(self, node: NodeState) -> None:
+        self.machines[node.machine] -= 1
+        if self.machines[node.machine] <= 0:
+            del self.machines[node.machine]
+
+    def is_live(self, node_id: NodeId) -> bool:
+        """Whether the node is part of the job."""
+        return node_id in self.nodes and not self.nodes[node_id].phase.is_final
+
+    def successor(self, node: NodeState) -> NodeState | None:
+        """The node that was ordered to take this one's place, if it lives."""
+        other = self._successors.get(node.node_id, NOBODY)
+        return self.nodes[other] if self.is_live(other) else None
 
     def _apply_admitted(self, record: rec.NodeAdmitted) -> None:
         node_id = NodeId(record.node_id)
         node = self.nodes.setdefault(node_id, NodeState(node_id, NodeRank(record.node_rank)))
         self.by_key.pop(node.agent_key, None)
         node.phase = Phase.RUNNING
+        self.pending.pop(node_id, None)
         node.node_rank = NodeRank(record.node_rank)
         node.incarnation = Incarnation(record.incarnation)
         node.agent_key = record.agent_key
@@ -91,11 +218,16 @@ class NodeTable:
         node = self.nodes[NodeId(record.node_id)]
         was_final = node.phase.is_final
         node.phase, node.proven = Phase(record.phase), record.proven
+        self.pending.pop(node.node_id, None)
+        if node.phase is Phase.PENDING:
+            self.pending[node.node_id] = record.at_s
+        node.message = record.message or node.message
         if not node.phase.is_final:
             return
+        self.leaving.pop(node.node_id, None)
+        self._successors.pop(node.replaces, None)
         if not was_final and self.live_by_rank.get(node.node_rank) == node.node_id:
-            del self.live_by_rank[node.node_rank]
-            self.rank_hint = min(self.rank_hint, node.node_rank)
+            self._vacate(node)
         # Of an ended node only its key matters: whoever still uses it must be turned away. An older
         # one is recognised by the incarnation it brings, so one ended node per rank is enough;
         # unless an older one may still run.
@@ -103,30 +235,45 @@ class NodeTable:
         older, newest = sorted((known, node.node_id))
         self.ended_by_rank[node.node_rank] = newest
         if older != newest and self.nodes[older].proven:
+            self._forget_machine(self.nodes[older])
             self.by_key.pop(self.nodes.pop(older).agent_key, None)
+
+    def _vacate(self, node: NodeState) -> None:
+        """A rank loses its node; if two were to change places, the other has it now."""
+        del self.live_by_rank[node.node_rank]
+        self.rank_hint = min(self.rank_hint, node.node_rank)
+        other = self.nodes[node.replaces] if self.is_live(node.replaces) else self.successor(node)
+        if other is not None:
+            self.live_by_rank[node.node_rank] = other.node_id
 
     def snapshot(self) -> Iterable[Record]:
         if self.rules is not None:
             yield rec.RulesSet(self.rules)
         # Ended nodes first: a live one must be the last to claim its rank.
+        planned = []
         for node in sorted(self.nodes.values(), key=lambda n: not n.phase.is_final):
-            if not node.agent_key:
-                yield rec.NodePlanned(node.node_id, node.node_rank)
-            else:
-                yield rec.NodeAdmitted(
-                    node_id=node.node_id,
-                    node_rank=node.node_rank,
-                    incarnation=node.incarnation,
-                    agent_key=node.agent_key,
-                    nproc=node.nproc,
-                    host=node.host,
-                    topology=node.topology,
+            if node.is_ordered:
+                planned.append(node.node_rank)
+                yield node.plan()
+            if node.agent_key:
+                yield node.admission()
+            if node.machine:
+                yield rec.NodePlaced(node.node_id, node.machine)
+            begun = Phase.RUNNING if node.agent_key else Phase.INITIAL
+            if node.phase not in (begun, Phase.PENDING):
+                yield rec.NodePhaseChanged(
+                    node.node_id, node.phase, message=node.message, proven=node.proven
                 )
-            if node.phase is not (Phase.RUNNING if node.agent_key else Phase.INITIAL):
-                yield rec.NodePhaseChanged(node.node_id, node.phase, proven=node.proven)
+        for node_id, since in self.pending.items():
+            message = self.nodes[node_id].message
+            yield rec.NodePhaseChanged(node_id, Phase.PENDING, message=message, at_s=since)
+        for node_id in self.leaving:
+            yield rec.NodeLeaves(node_id)
         for (rank, reason), count in self.relaunches.items():
             yield rec.RelaunchCounted(rank, reason, count)
         yield rec.CountersSet(self.next_node_id, self.next_incarnation)
+        yield from self.wanted.snapshot(planned)
+        yield from self.hosts.snapshot()
 
     def view(self) -> list[dict[str, object]]:
         """The table as people see it, live nodes first."""
@@ -135,10 +282,15 @@ class NodeTable:
             {
                 "node_id": node.node_id,
                 "node_rank": node.node_rank,
+                "role": WORKER,
                 "incarnation": node.incarnation,
                 "phase": str(node.phase),
                 "host": node.host,
                 "nproc": node.nproc,
+                "machine": node.machine,
+                "relaunches": node.relaunches,
+                "memory_mib": node.memory_mib,
+                "message": node.message,
             }
             for node in rows
         ]

@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is part of the job: admission, incarnations, phases, relaunches and their budgets.
+"""Who is part of the job: admission, incarnations, phases, and what follows when a node is lost.
 
 Two agents may claim one node rank: a relaunched pod and its predecessor, or a node started twice.
 The newer incarnation wins; the older is told so and stops (it is *fenced*).
 
 A node that the platform could not start says nothing about the job: it uses up no budget. Its rank
 is launched again, with longer and longer pauses, for as long as the job lasts; a job that gets no
-world for want of nodes ends after `join_timeout_s`.
+world for want of nodes ends after `join_timeout_s`. What a managed job asks of its platform is in
+fleet.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.commands import Bind, Drop, LaunchNode, Push, RemoveNode, Reply
-from holdfast.core.job.launch_queue import LaunchQueue
-from holdfast.core.job.node_table import NodeState, NodeTable
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
-from holdfast.model.errors import UsageError
+from holdfast.core.job.admission import refusal_of, rules_of, rules_of_agent
+from holdfast.core.job.commands import Bind, Drop, Push, RemoveNode, Reply
+from holdfast.core.job.fleet import Fleet
+from holdfast.core.job.last_words import Loss
+from holdfast.core.job.node_table import NOBODY, NodeState, NodeTable
+from holdfast.core.kernel import Event, Outcome, Record, Tick
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
-from holdfast.model.node import OF_THE_PROGRAM, ExitReason, Phase
-from holdfast.model.world import Member
+from holdfast.model.node import ExitReason, Phase
+from holdfast.model.order import WORKER
+from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
-
-NPROC_MAX = 2**20
-"""More is a mistake; and the sum over all nodes must fit into the 64 bits of a frame."""
 
 
 class Nodes:
@@ -34,148 +34,100 @@ class Nodes:
     def __init__(self, spec: JobSpec, job: str) -> None:
         self._spec = spec
         self._job = job
-        self._table = NodeTable()
-        self._launches = LaunchQueue()
+        self._table = NodeTable(spec.first_node_id)
+        self._fleet = Fleet(spec, self._table)
         self._ended: ev.JobFinished | None = None
         #: Volatile: what the agents are told when they attach.
         self._generation = 0
         self._round = Round(0)
+        #: Whether somebody launches nodes with agents.
+        self._has_platform = spec.managed and WORKER not in spec.roles
 
     # ---- decisions ------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Outcome:
+        outcome = Outcome()
         match event:
             case ev.AttachRequested():
-                return self._attach(event, now)
+                self._attach(outcome, event, now)
+            case ev.NodeWarmed():
+                self._fleet.departures.make_room(outcome, self._table.nodes[event.node_id])
             case ev.NodeSilent():
-                return self._lose(event.node_id, ExitReason.LOST, event.reason, now, proven=False)
+                why = event.reason
+                self._lose(outcome, event.node_id, ExitReason.LOST, why, now, proven=False)
             case ev.NodeSeen():
-                return self._seen(event, now)
+                self._seen(outcome, event, now)
             case ev.LeaveRequested():
                 why = event.reason
-                outcome = self._lose(event.node_id, ExitReason.KILLED, why, now, proven=True)
+                self._lose(outcome, event.node_id, ExitReason.KILLED, why, now, proven=True)
                 outcome.commands.append(Reply(event.link, event.call, m.Done()))
-                return outcome
             case ev.LeaseExpired():
-                return self._stopped(event.node_id)
+                self._stopped(outcome, event.node_id)
+            case ev.PlanAsked() if event.plan.role not in self._spec.roles:
+                self._fleet.ask(outcome, event.plan, now)
+            case Tick():
+                self._fleet.tick(outcome, now)
+            case _:
+                self._job_event(outcome, event, now)
+        self._fleet.note_clock(outcome)
+        return outcome
+
+    def _job_event(self, outcome: Outcome, event: Event, now: float) -> None:
+        match event:
+            case ev.MasterStarted():
+                self._start(outcome, now)
             case ev.GenerationRaised():
                 self._generation, self._round = event.generation, event.round
             case ev.WorldFormed():
                 self._round, self._generation = event.world.round, event.world.generation
-            case ev.MasterStarted():
-                return self._start(now)
-            case Tick():
-                return self._launch_due(now)
+                self._fleet.departures.formed(_ids(event.world), now)
+            case ev.WorldFound() if not event.broken:
+                self._fleet.departures.world = frozenset(_ids(event.world))
+            case ev.WorldBroken():
+                self._fleet.departures.broke(outcome)
+            case ev.FirstStepMade():
+                self._fleet.departures.let_go(outcome)
             case ev.JobFinished():
                 self._ended = event
-                self._launches.clear()
-        return NOTHING
+                if self._has_platform:
+                    self._fleet.finish(outcome)
 
     def deadline(self) -> float | None:
-        return self._launches.deadline()
+        return self._fleet.deadline()
 
-    def _start(self, now: float) -> Outcome:
+    def _start(self, outcome: Outcome, now: float) -> None:
         """Order what a managed job needs; order again what was ordered and never seen."""
-        outcome = Outcome()
-        if self._table.rules is not None:
-            outcome.facts.append(ev.JobOpened(self._table.rules))
-        elif self._spec.managed:
-            self._open(outcome, rules_of(self._spec))
-            for rank in range(self._spec.max_nodes + self._spec.spare_nodes):
-                self._order(outcome, NodeRank(rank), "the job starts", now)
-            return outcome
-        for node in self._table.nodes.values():
-            if node.phase is Phase.RUNNING and node.agent_key:
-                outcome.facts.append(ev.NodeExpected(node.node_id))
-            elif not node.proven:
-                # Nobody knows how much of its lease is left: it gets a whole one.
-                why = "it was lost before the master restarted"
-                fact = ev.NodeLost(node.node_id, node.node_rank, ExitReason.LOST, why, proven=False)
-                outcome.facts.append(fact)
-            elif self._spec.managed and node.phase is Phase.INITIAL:
-                outcome.commands.append(LaunchNode(node.node_id, node.node_rank))
-        return outcome
+        table = self._table
+        if table.rules is not None:
+            outcome.facts.append(ev.JobOpened(table.rules))
+        elif self._has_platform and not table.wanted.nodes:
+            if not self._spec.size_from_platform:
+                self._open(outcome, rules_of(self._spec))
+            self._fleet.begin(outcome, now)
+            return
+        outcome.facts.extend(_found(table))
+        if self._has_platform:
+            self._fleet.resume(outcome, now)
 
     def _open(self, outcome: Outcome, rules: m.JobRules) -> None:
-        commit(self, outcome, rec.RulesSet(rules))
+        self._table.commit(outcome, rec.RulesSet(rules))
         outcome.facts.append(ev.JobOpened(rules))
 
-    def _order(
-        self, outcome: Outcome, rank: NodeRank, reason: str, now: float, pause_s: float = 0.0
-    ) -> None:
-        node_id = NodeId(self._table.next_node_id)
-        commit(self, outcome, rec.NodePlanned(node_id, rank))
-        outcome.facts.append(ev.NodeOrdered(node_id, rank, reason, pause_s))
-        self._launches.put(node_id, now + pause_s)
-        outcome.add(self._launch_due(now))
-
-    def _launch_due(self, now: float) -> Outcome:
-        outcome = Outcome()
-        for node_id in self._launches.take_due(now):
-            node = self._table.nodes.get(node_id)
-            if node is not None and node.phase is Phase.INITIAL:
-                outcome.commands.append(LaunchNode(node_id, node.node_rank))
-        return outcome
-
-    def _attach(self, event: ev.AttachRequested, now: float) -> Outcome:
-        attach, outcome = event.attach, Outcome()
-        refusal = _refusal(attach, self._table, managed=self._spec.managed)
+    def _attach(self, outcome: Outcome, event: ev.AttachRequested, now: float) -> None:
+        attach, table = event.attach, self._table
+        refusal = refusal_of(attach, table, managed=self._spec.managed)
         if refusal is not None:
             outcome.commands.append(Reply(event.link, event.call, refusal))
-            return outcome
-        if self._table.rules is None:
-            self._open(outcome, attach.rules)
-        known = self._table.by_key.get(attach.agent_key)
-        node = self._table.nodes[known] if known is not None else self._admit(outcome, attach, now)
-        self._launches.ready(node.node_rank, now)
+            # A node that was given up, and lives: its platform has nothing to say about its end.
+            self._fleet.explained(outcome, table.by_key.get(attach.agent_key, NOBODY), None, now)
+            return
+        if table.rules is None:
+            self._open(outcome, rules_of_agent(attach, table))
+        known = table.by_key.get(attach.agent_key)
+        node = table.nodes[known] if known is not None else self._admit(outcome, attach)
+        self._fleet.orders.ready(node.node_rank, now)
         outcome.commands.append(Bind(node.node_id, event.link))
-        outcome.commands.append(Reply(event.link, event.call, self._welcome(node)))
-        if self._ended is not None:
-            outcome.commands.append(Push(node.node_id, _farewell(self._ended)))
-            return outcome
-        member = _member(node, attach)
-        fact = ev.NodeReady(
-            member, Round(attach.round), returned=known is not None, cold=attach.cold
-        )
-        outcome.facts.append(fact)
-        return outcome
-
-    def _admit(self, outcome: Outcome, attach: m.Attach, now: float) -> NodeState:
-        """Give a new agent process its identity, and fence whoever had its rank."""
-        if attach.node_id >= 0:
-            node_id = NodeId(attach.node_id)
-            rank = self._table.nodes[node_id].node_rank
-        else:
-            node_id = NodeId(self._table.next_node_id)
-            rank = NodeRank(attach.node_rank) if attach.node_rank >= 0 else self._table.free_rank()
-        older = self._table.live_by_rank.get(rank)
-        if older is not None and (older != node_id or self._table.nodes[older].agent_key):
-            why = f"a newer agent has taken the place of node rank {rank}"
-            outcome.commands.append(Push(older, m.Fenced(why)))
-            if older != node_id:
-                outcome.add(
-                    self._lose(older, ExitReason.KILLED, why, now, proven=False, relaunch=False)
-                )
-            else:
-                outcome.commands.append(Drop(older))
-                outcome.facts.append(ev.NodeLost(older, rank, ExitReason.KILLED, why, proven=False))
-        commit(
-            self,
-            outcome,
-            rec.NodeAdmitted(
-                node_id=node_id,
-                node_rank=rank,
-                incarnation=self._table.next_incarnation,
-                agent_key=attach.agent_key,
-                nproc=attach.nproc,
-                host=attach.host,
-                topology=attach.topology,
-            ),
-        )
-        return self._table.nodes[node_id]
-
-    def _welcome(self, node: NodeState) -> m.Attached:
-        return m.Attached(
+        welcome = m.Attached(
             job=self._job,
             node_id=node.node_id,
             node_rank=node.node_rank,
@@ -185,88 +137,129 @@ class Nodes:
             lease_s=self._spec.lease_s,
             round=self._round,
         )
+        outcome.commands.append(Reply(event.link, event.call, welcome))
+        if self._ended is not None:
+            outcome.commands.append(Push(node.node_id, _farewell(self._ended)))
+            return
+        outcome.facts.append(
+            ev.NodeReady(
+                _member(node, attach),
+                Round(attach.round),
+                returned=known is not None,
+                cold=attach.cold,
+                replaces=node.replaces if table.is_live(node.replaces) else NOBODY,
+            )
+        )
+        if not attach.cold:
+            self._fleet.departures.make_room(outcome, node)
 
-    def _seen(self, event: ev.NodeSeen, now: float) -> Outcome:
-        node = self._table.nodes.get(event.node_id)
-        if node is not None and not node.proven and event.phase.is_final:
-            return Outcome(facts=[ev.LeaseExpired(node.node_id)])
-        if node is None or node.phase.after(event.phase) is node.phase:
-            return NOTHING
-        if node.phase.is_final or not event.phase.is_final:
-            outcome = Outcome()
-            commit(self, outcome, rec.NodePhaseChanged(node.node_id, event.phase))
-            return outcome
-        reason = event.reason or ExitReason.UNKNOWN
-        # A node that ended well before its job did has left by itself: nothing to replace.
-        ended_well = event.phase is Phase.SUCCEEDED
-        return self._lose(
+    def _admit(self, outcome: Outcome, attach: m.Attach) -> NodeState:
+        """Give a new agent process its identity, and fence whoever had its rank."""
+        table = self._table
+        if attach.node_id >= 0:
+            node_id = NodeId(attach.node_id)
+            rank = table.nodes[node_id].node_rank
+        else:
+            node_id = NodeId(table.next_node_id)
+            rank = NodeRank(attach.node_rank) if attach.node_rank >= 0 else table.free_rank()
+        older = table.live_by_rank.get(rank)
+        if older is not None and (older != node_id or table.nodes[older].agent_key):
+            known = table.nodes.get(node_id)
+            if known is None or known.replaces != older:
+                self._fence(outcome, table.nodes[older], node_id)
+        record = rec.NodeAdmitted(
+            node_id=node_id,
+            node_rank=rank,
+            incarnation=table.next_incarnation,
+            agent_key=attach.agent_key,
+            nproc=attach.nproc,
+            host=attach.host,
+            topology=attach.topology,
+        )
+        table.commit(outcome, record)
+        return table.nodes[node_id]
+
+    def _fence(self, outcome: Outcome, older: NodeState, newer: NodeId) -> None:
+        rank = older.node_rank
+        why = f"a newer agent has taken the place of node rank {rank}"
+        outcome.commands.append(Push(older.node_id, m.Fenced(why)))
+        if older.node_id != newer:
+            self._table.end(outcome, older, Phase.FAILED, ExitReason.KILLED, why, proven=False)
+            outcome.commands.append(Drop(older.node_id))
+            if self._spec.managed and self._ended is None:
+                outcome.commands.append(RemoveNode(older.node_id))
+        else:
+            outcome.commands.append(Drop(newer))
+            outcome.facts.append(ev.NodeLost(newer, rank, ExitReason.KILLED, why, proven=False))
+
+    def _seen(self, outcome: Outcome, event: ev.NodeSeen, now: float) -> None:
+        table, is_final = self._table, event.phase.is_final
+        node = table.nodes.get(event.node_id)
+        is_over = node is None or (node.phase.is_final and node.proven)
+        is_ours = self._has_platform and event.node_id < table.next_node_id
+        if is_over and is_ours and not is_final:
+            # Its removal, or an order that was overtaken by one, may not have come through.
+            outcome.commands.append(RemoveNode(event.node_id))
+        if node is None:
+            return
+        if is_final:
+            reason = event.reason or ExitReason.UNKNOWN
+            self._fleet.explained(outcome, node.node_id, reason, now)
+        if not node.proven and is_final:
+            outcome.facts.append(ev.LeaseExpired(node.node_id))
+            return
+        if event.host and event.host != node.machine:
+            table.commit(outcome, rec.NodePlaced(node.node_id, event.host))
+        if node.phase.after(event.phase) is node.phase:
+            return
+        if node.phase.is_final or not is_final:
+            at_s = now if event.phase is Phase.PENDING else 0.0
+            record = rec.NodePhaseChanged(node.node_id, event.phase, "", event.message, at_s=at_s)
+            table.commit(outcome, record)
+            return
+        self._lose(
+            outcome,
             node.node_id,
-            reason,
+            event.reason or ExitReason.UNKNOWN,
             event.message or f"the platform reports it as {event.phase}",
             now,
             proven=True,
-            relaunch=not ended_well,
             phase=event.phase,
         )
 
     def _lose(
         self,
+        outcome: Outcome,
         node_id: NodeId,
         reason: ExitReason,
         message: str,
         now: float,
         *,
         proven: bool,
-        relaunch: bool = True,
         phase: Phase = Phase.FAILED,
-    ) -> Outcome:
+    ) -> None:
         node = self._table.nodes.get(node_id)
-        outcome = Outcome()
         if node is None or node.phase.is_final:
-            return outcome
-        has_run = node.phase is Phase.RUNNING
-        commit(self, outcome, rec.NodePhaseChanged(node_id, phase, reason, message, proven))
-        outcome.facts.append(ev.NodeLost(node_id, node.node_rank, reason, message, proven))
+            return
+        loss = Loss(
+            node,
+            reason,
+            has_run=node.phase is Phase.RUNNING,
+            was_leaving=node_id in self._table.leaving,
+            ended_well=phase is Phase.SUCCEEDED,
+        )
+        self._table.end(outcome, node, phase, reason, message, proven=proven)
         if not proven:
             # It may only be slow: with its stream closed it comes back, and learns where it stands.
             outcome.commands.append(Drop(node_id))
-        if self._spec.managed and self._ended is None:
-            if not proven:
-                outcome.commands.append(RemoveNode(node_id))
-            if relaunch:
-                # What the program itself did wrong counts, even if nobody saw it run.
-                counts = has_run or reason in OF_THE_PROGRAM
-                self._replace(outcome, node.node_rank, reason, now, counts=counts)
-            self._check_minimum(outcome, node.node_rank, reason)
-        return outcome
+        if self._spec.managed:
+            self._fleet.lost(outcome, loss, now, proven=proven)
 
-    def _stopped(self, node_id: NodeId) -> Outcome:
+    def _stopped(self, outcome: Outcome, node_id: NodeId) -> None:
         """A lost node is now known to have stopped its workers."""
-        node, outcome = self._table.nodes.get(node_id), Outcome()
+        node = self._table.nodes.get(node_id)
         if node is not None and not node.proven:
-            commit(self, outcome, rec.NodePhaseChanged(node_id, node.phase))
-        return outcome
-
-    def _replace(
-        self, outcome: Outcome, rank: NodeRank, reason: ExitReason, now: float, *, counts: bool
-    ) -> None:
-        if counts:
-            used = self._table.relaunches.get((rank, reason), 0)
-            if used >= self._spec.node_relaunches[reason]:
-                return
-            commit(self, outcome, rec.RelaunchCounted(rank, reason))
-        pause_s = self._launches.pause_s(rank, now)
-        self._order(outcome, rank, f"node rank {rank} was lost ({reason})", now, pause_s)
-
-    def _check_minimum(self, outcome: Outcome, rank: NodeRank, reason: ExitReason) -> None:
-        left = len(self._table.live_by_rank)
-        if left < self._spec.min_nodes:
-            limit = self._spec.node_relaunches[reason]
-            why = (
-                f"{left} of at least {self._spec.min_nodes} nodes are left, and node rank {rank} "
-                f"has used its {limit} relaunches for the reason {reason!s}"
-            )
-            outcome.facts.append(ev.WorldImpossible(why))
+            self._table.commit(outcome, rec.NodePhaseChanged(node_id, node.phase))
 
     def apply(self, record: Record) -> None:
         self._table.apply(record)
@@ -278,75 +271,21 @@ class Nodes:
         """The table as people see it."""
         return self._table.view()
 
-
-def rules_of(spec: JobSpec) -> m.JobRules:
-    """The part of a spec that every node of the job must agree on."""
-    return m.JobRules(
-        min_nodes=spec.min_nodes,
-        max_nodes=spec.max_nodes,
-        node_unit=spec.node_unit,
-        last_call_s=spec.last_call_s,
-        join_timeout_s=spec.join_timeout_s,
-        max_restarts=spec.worker_restarts[ExitReason.ERROR],
-    )
+    def wanted(self) -> dict[str, object]:
+        """What the job shall be, as people asked for it."""
+        wanted = self._table.wanted
+        return {"nodes": wanted.nodes or self._spec.max_nodes, "suspended": wanted.suspended}
 
 
-def _refusal(attach: m.Attach, table: NodeTable, *, managed: bool) -> m.Refused | None:
-    """Why this agent cannot be let in; None if it can."""
-    if table.rules is not None and attach.rules != table.rules:
-        return m.Refused("usage", _differing(table.rules, attach.rules))
-    if not 1 <= attach.nproc <= NPROC_MAX:
-        bound = "needs at least 1 worker" if attach.nproc < 1 else f"has at most {NPROC_MAX}"
-        return m.Refused("usage", f"a node {bound}, not {attach.nproc}")
-    if table.rules is None and (impossible := _impossible(attach.rules)):
-        return m.Refused("usage", impossible)
-    return _fenced(attach, table, managed=managed)
-
-
-def _differing(ours: m.JobRules, theirs: m.JobRules) -> str:
-    differences = ", ".join(
-        f"{name} is {getattr(ours, name)}, not {getattr(theirs, name)}"
-        for name in ours.__struct_fields__
-        if getattr(ours, name) != getattr(theirs, name)
-    )
-    return f"this node was started with other rules than its job: {differences}"
-
-
-def _impossible(rules: m.JobRules) -> str:
-    """Why no world could ever form by these rules; empty if one could."""
-    try:
-        JobSpec(
-            min_nodes=rules.min_nodes, max_nodes=rules.max_nodes, node_unit=rules.node_unit
-        ).validate()
-    except UsageError as exc:
-        return str(exc)
-    largest = rules.max_nodes - rules.max_nodes % rules.node_unit
-    if largest < rules.min_nodes:
-        return (
-            f"no multiple of the node unit {rules.node_unit} lies between min nodes "
-            f"{rules.min_nodes} and max nodes {rules.max_nodes}: no world could ever form"
-        )
-    return ""
-
-
-def _fenced(attach: m.Attach, table: NodeTable, *, managed: bool) -> m.Refused | None:
-    """Whether the job has gone on without this agent; None if it may come in."""
-    known = table.by_key.get(attach.agent_key)
-    if known is None and attach.incarnation > 0:
-        return m.Refused("fenced", "a newer agent has taken this node's place")
-    if known is not None and table.nodes[known].phase.is_final:
-        node = table.nodes[known]
-        successor = table.live_by_rank.get(node.node_rank)
-        if managed or (successor is not None and attach.node_rank >= 0):
-            return m.Refused(
-                "fenced", f"a newer agent has taken the place of node rank {node.node_rank}"
-            )
-        return m.Refused("stale", "the master had given this node up: it may join anew")
-    if known is None and attach.node_id >= 0:
-        ordered = table.nodes.get(NodeId(attach.node_id))
-        if ordered is None or ordered.phase.is_final:
-            return m.Refused("fenced", f"node id {attach.node_id} is no longer wanted")
-    return None
+def _found(table: NodeTable) -> Iterator[Event]:
+    """Who was part of the job when the last master died."""
+    for node in table.nodes.values():
+        if node.phase is Phase.RUNNING and node.agent_key:
+            yield ev.NodeExpected(node.node_id)
+        elif not node.proven:
+            # Nobody knows how much of its lease is left: it gets a whole one.
+            why = "it was lost before the master restarted"
+            yield ev.NodeLost(node.node_id, node.node_rank, ExitReason.LOST, why, proven=False)
 
 
 def _member(node: NodeState, attach: m.Attach) -> Member:
@@ -366,3 +305,7 @@ def _member(node: NodeState, attach: m.Attach) -> Member:
 
 def _farewell(end: ev.JobFinished) -> m.JobEnded:
     return m.JobEnded(end.ok, end.reason, end.cause, end.cause_node_rank)
+
+
+def _ids(world: World) -> Iterable[NodeId]:
+    return (member.node_id for member in world.members)

@@ -45,6 +45,7 @@ class Progress:
         self._incidents: dict[int, rec.IncidentNoted] = {}
         # Volatile.
         self._heard = _Heard()
+        self._is_suspended = False
         self._ended = False
 
     # ---- decisions ------------------------------------------------------------------------------
@@ -67,6 +68,14 @@ class Progress:
                 outcome = Outcome()
                 commit(self, outcome, rec.TimeSpent(Use.IDLE, 0.0, now))
                 return outcome
+            case ev.JobSuspended() if not self._is_suspended:
+                self._is_suspended = True
+                if self._use is Use.RENDEZVOUS:
+                    return self._enter(Use.IDLE, now)
+            case ev.JobResumed():
+                self._is_suspended = False
+                if self._round > 0:
+                    return self._enter(Use.RENDEZVOUS, now)
             case ev.JobFinished():
                 outcome = self._enter(Use.IDLE, now)
                 self._ended = True
@@ -113,6 +122,10 @@ class Progress:
     def _broken(self, event: ev.WorldBroken, now: float) -> Outcome:
         outcome = Outcome()
         detect_s = self._stop_productive(outcome, now, event.last_step_ago_s)
+        if self._is_suspended:
+            # People asked for it: that is no incident.
+            commit(self, outcome, rec.StageEntered(Use.IDLE, self._round))
+            return outcome
         note = rec.IncidentNoted(
             self._next_incident(),
             event.round,
@@ -202,7 +215,8 @@ class Progress:
     def _settle(self, outcome: Outcome, at: float, use: Use) -> float:
         """Attribute the time since the last settlement."""
         if self._until is None:
-            self._until = at
+            commit(self, outcome, rec.TimeSpent(use, 0.0, at))
+        assert self._until is not None
         seconds = max(0.0, at - self._until)
         if seconds > 0:
             commit(self, outcome, rec.TimeSpent(use, seconds, self._until + seconds))

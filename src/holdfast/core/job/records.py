@@ -4,6 +4,7 @@
 import msgspec
 from msgspec import Struct
 
+from holdfast.core.job.role_records import AnyRoleRecord
 from holdfast.core.kernel import Record
 from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.dataset import Dataset, Lease, Piece, Position
@@ -27,6 +28,65 @@ class NodePlanned(Record, frozen=True):
 
     node_id: int
     node_rank: int
+    relaunches: int = 0
+    """How often its rank was launched before."""
+    memory_mib: int = 0
+    cpu_milli: int = 0
+    group: int = -1
+    replaces: int = -1
+    """A node of the same rank that stays until this one is ready."""
+
+
+class NodePlaced(Record, frozen=True):
+    """The platform put a node on a machine."""
+
+    node_id: int
+    machine: str
+
+
+class NodeLeaves(Record, frozen=True):
+    """A node shall go, and what follows is no failure."""
+
+    node_id: int
+
+
+class RankWanted(Record, frozen=True):
+    """Whether a rank shall have a node. One that is ordered is wanted until this says otherwise."""
+
+    node_rank: int
+    is_wanted: bool
+
+
+class JobSized(Record, frozen=True):
+    """What people asked of the job: of its size, its nodes to come, and whether it runs at all."""
+
+    nodes: int
+    suspended: bool = False
+    memory_mib: int = 0
+    cpu_milli: int = 0
+
+
+class PlanSettled(Record, frozen=True):
+    """A plan was done, or refused for good; it is not done again."""
+
+    plan_id: str
+    ok: bool
+    text: str
+
+
+class HostBlamed(Record, frozen=True):
+    """A node failed on a machine, for a reason that may be the machine's."""
+
+    host: str
+    weight: int
+    at_s: float
+
+
+class GroupMoved(Record, frozen=True):
+    """A group of nodes has another number from now on."""
+
+    group: int
+    successor: int
 
 
 class NodeAdmitted(Record, frozen=True):
@@ -48,6 +108,8 @@ class NodePhaseChanged(Record, frozen=True):
     message: str = ""
     proven: bool = True
     """False while a lost node may still run somewhere: its lease has not expired."""
+    at_s: float = 0.0
+    """Since when it is pending."""
 
 
 class CountersSet(Record, frozen=True):
@@ -373,10 +435,18 @@ AnyRecord = (
     RulesSet
     | GenerationSet
     | NodePlanned
+    | NodePlaced
+    | NodeLeaves
+    | RankWanted
+    | JobSized
+    | PlanSettled
+    | HostBlamed
+    | GroupMoved
     | NodeAdmitted
     | NodePhaseChanged
     | CountersSet
     | RelaunchCounted
+    | AnyRoleRecord
     | RestartCounted
     | TrainingBegan
     | WorldAgreed

@@ -12,6 +12,8 @@ The rules, in the order in which they are asked:
 4. A world none of whose nodes is left may still be computing behind a network partition: its
    successor waits until those nodes are proven dead or their leases have expired. If some are left,
    they have the first places in the successor, which cannot go on before they have left the other.
+5. Nodes that shall go have no place in the next world, and a healthy one is replaced because of
+   them. If all its nodes shall go it is over, and rule 4 holds for its successor.
 
 A world is agreed once and pushed; whoever missed the push gets it again when it returns.
 """
@@ -21,10 +23,11 @@ from collections.abc import Iterable
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Push, Reply
+from holdfast.core.job.join_clock import JoinClock
 from holdfast.core.job.muster import Muster
 from holdfast.core.job.world_state import WorldState
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
-from holdfast.model.ids import Generation, NodeId, Round
+from holdfast.model.ids import Generation, NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason
 from holdfast.model.world import World
 from holdfast.protocol import messages as m
@@ -45,8 +48,9 @@ class Rendezvous:
         self._hurt = False
         #: What the next world will be formed for.
         self._next_why = "the job starts"
-        self._last_call_at: float | None = None
-        self._give_up_at: float | None = None
+        self._clock = JoinClock()
+        #: Whether nobody is there yet: everybody up to the maximum is expected.
+        self._begins = True
         self._ended = False
 
     # ---- decisions ------------------------------------------------------------------------------
@@ -86,7 +90,17 @@ class Rendezvous:
             case ev.JobOpened():
                 self._rules = event.rules
                 if not self._state.is_healthy:
-                    self._give_up_at = now + event.rules.join_timeout_s
+                    self._clock.wait(now, event.rules.join_timeout_s)
+            case ev.RulesChanged():
+                self._rules = event.rules
+                return self._form(now)
+            case ev.JoinClockSet():
+                timeout_s = 0.0 if self._rules is None else self._rules.join_timeout_s
+                self._clock.set(now, timeout_s, runs=event.runs)
+            case ev.JobResumed():
+                self._begins, self._next_why = True, "the job is resumed"
+            case ev.NodesLeaving():
+                return self._leaving(event, now)
             case ev.MasterStarted():
                 outcome = Outcome()
                 commit(self, outcome, rec.GenerationSet(self._state.generation + 1))
@@ -102,7 +116,7 @@ class Rendezvous:
 
     def _node_ready(self, event: ev.NodeReady, now: float) -> Outcome:
         member = event.member
-        self._muster.arrived(member, is_cold=event.cold)
+        self._muster.arrived(member, is_cold=event.cold, replaces=event.replaces)
         if event.round in (0, self._state.round):
             self._muster.stopped(member.node_id)
         outcome = Outcome()
@@ -141,15 +155,26 @@ class Rendezvous:
         outcome = Outcome()
         commit(self, outcome, rec.RoundBroken(self._state.round, event.reason))
         assert self._rules is not None
-        self._last_call_at = None
-        self._give_up_at = now + self._rules.join_timeout_s
+        self._clock.wait(now, self._rules.join_timeout_s)
         formed = self._form(now)
         if not formed.facts:
             # Nobody may go on computing in a world that is over.
+            # Those who shall go end by themselves, and with grace.
             for node_id in self._muster.ready:
-                outcome.commands.append(Push(node_id, self._state.stop_work()))
+                if node_id not in self._muster.leaving:
+                    outcome.commands.append(Push(node_id, self._state.stop_work()))
         outcome.add(formed)
         return outcome
+
+    def _leaving(self, event: ev.NodesLeaving, now: float) -> Outcome:
+        self._muster.leave(event.node_ids)
+        index = self._state.index
+        if self._state.is_healthy and self._muster.leaving.issuperset(index):
+            broken = ev.WorldBroken(self._state.round, event.reason, NodeRank(-1), -1.0)
+            return Outcome(facts=[broken])
+        if self._state.is_healthy and not self._muster.leaving.isdisjoint(index):
+            self._next_why = event.reason
+        return self._form(now)
 
     def _reported(
         self, event: ev.FailureReported | ev.DoneReported | ev.StartReported, now: float
@@ -176,13 +201,9 @@ class Rendezvous:
         return outcome
 
     def _tick(self, now: float) -> Outcome:
-        if self._give_up_at is not None and self._give_up_at <= now:
-            self._give_up_at = None
+        if self._clock.is_up(now):
             assert self._rules is not None
-            reason = (
-                f"no world formed within {self._rules.join_timeout_s:g} s: "
-                f"{len(self._muster.ready)} of at least {self._rules.min_nodes} nodes are ready"
-            )
+            reason = _why_given_up(self._rules, len(self._muster.ready))
             return Outcome(facts=[ev.WorldImpossible(reason)])
         return self._form(now)
 
@@ -193,12 +214,11 @@ class Rendezvous:
         rules, growing = self._rules, self._state.is_healthy
         size = 0 if rules is None else self._muster.possible_size(rules, growing=growing)
         if rules is None or size == 0 or self._must_not_form(size, growing=growing):
-            self._last_call_at = None
+            self._clock.last_call_at = None
             return NOTHING
-        if not self._is_complete(rules, size, growing=growing):
-            if self._last_call_at is None:
-                self._last_call_at = now + (GROW_AFTER_S if growing else rules.last_call_s)
-            if now < self._last_call_at:
+        if not self._muster.is_complete(rules, size, growing=growing, begins=self._begins):
+            patience_s = GROW_AFTER_S if growing else rules.last_call_s
+            if not self._clock.call(now, patience_s):
                 return NOTHING
         return self._agree(size, planned=growing)
 
@@ -207,19 +227,14 @@ class Rendezvous:
             return True
         if growing:
             # A verdict is on its way; or nothing is to be gained; or work that is finished would
-            # be started again for a newcomer.
-            return self._hurt or size <= len(self._state.index) or bool(self._state.done)
+            # be started again for a newcomer; or nobody of the present world would be in the next.
+            index = self._state.index
+            is_same = size <= len(index) and self._muster.leaving.isdisjoint(index)
+            must_wait = self._hurt or is_same or bool(self._state.done)
+            return must_wait or not self._muster.keeps_one_of(index)
         # Rule 4: a world that lost all its nodes may not be dead at all, and neither may one before
         # it whose last node went silent before it was told of the next.
         return self._muster.is_leased(self._state.index) or self._muster.has_unstopped()
-
-    def _is_complete(self, rules: m.JobRules, size: int, *, growing: bool) -> bool:
-        """Whether nobody who is expected is missing."""
-        nobody_absent = not self._muster.absent
-        if self._muster.is_full(rules, size):
-            return nobody_absent or not growing
-        # Before the first world everybody up to the maximum is expected; later, those we know.
-        return self._state.round > 0 and nobody_absent and not growing
 
     def _agree(self, size: int, *, planned: bool) -> Outcome:
         before = self._state.index
@@ -242,26 +257,15 @@ class Rendezvous:
         )
         world = self._state.world
         assert world is not None
-        self._last_call_at = self._give_up_at = None
+        self._clock.formed()
         # A store serves one round: the keys of a dead one would lead the next astray.
         self._muster.set_ports(world.members[0].node_id, hosted_port=0)
         outcome.facts.append(ev.WorldFormed(world, self._state.why, planned))
-        for member in world.members:
-            run = self._state.run_world(member.node_id)
-            outcome.commands.append(Push(member.node_id, run))
-        for node_id in before:
-            if node_id in self._muster.ready and node_id not in self._state.index:
-                outcome.commands.append(Push(node_id, self._state.stop_work()))
+        outcome.commands.extend(self._state.pushes(before, self._muster.ready))
         return outcome
 
     def deadline(self) -> float | None:
-        if self._ended:
-            return None
-        if self._last_call_at is None:
-            return self._give_up_at
-        if self._give_up_at is None:
-            return self._last_call_at
-        return min(self._last_call_at, self._give_up_at)
+        return None if self._ended else self._clock.deadline()
 
     # ---- durable state --------------------------------------------------------------------------
 
@@ -270,6 +274,7 @@ class Rendezvous:
         match record:
             case rec.WorldAgreed():
                 self._started.clear()
+                self._begins = False
                 self._muster.set_unstopped(record.unstopped)
                 self._hurt = False
             case rec.RoundBroken():
@@ -280,14 +285,20 @@ class Rendezvous:
 
     def view(self) -> dict[str, object]:
         """The world as people see it, and who waits outside."""
-        ready = self._muster.ready.values()
-        spares = sorted(one.node_rank for one in ready if one.node_id not in self._state.index)
-        return {**self._state.view(), "spares": spares}
+        return {**self._state.view(), "spares": self._muster.spares(self._state.index)}
 
 
 def _found(state: WorldState, world: World) -> ev.WorldFound:
     done = not state.broken and len(state.done) == len(state.index)
-    return ev.WorldFound(world, state.restarts + bool(state.broken), done)
+    broken = bool(state.broken)
+    return ev.WorldFound(world, state.restarts + broken, done, broken)
+
+
+def _why_given_up(rules: m.JobRules, ready: int) -> str:
+    return (
+        f"no world formed within {rules.join_timeout_s:g} s: "
+        f"{ready} of at least {rules.min_nodes} nodes are ready"
+    )
 
 
 def _hurt_by(event: ev.FailureReported, state: WorldState) -> ev.WorldHurt:

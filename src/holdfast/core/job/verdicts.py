@@ -70,14 +70,24 @@ class Verdicts:
                 outcome = self._end(ok=False, reason=event.reason)
                 outcome.commands.append(Reply(event.link, event.call, m.Done()))
                 return outcome
-            case ev.JobOpened():
+            case ev.JobOpened() | ev.RulesChanged():
                 self._rules = event.rules
+            case ev.JobSuspended():
+                return self._pause()
             case ev.MasterStarted() if self._closed is not None:
                 return Outcome(facts=[_fact(self._closed)], commands=[_command(self._closed)])
         return NOTHING
 
     def deadline(self) -> float | None:
         return None
+
+    def _pause(self) -> Outcome:
+        """A job that waits trains nothing, and gets nothing back for it."""
+        self._runs_since = -1.0
+        outcome = Outcome()
+        if self._trains_since >= 0:
+            commit(self, outcome, rec.TrainingBegan())
+        return outcome
 
     def _judge(self, event: ev.WorldHurt, now: float) -> Outcome:
         if self._closed is not None or event.round <= self._judged:

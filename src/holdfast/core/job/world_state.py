@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The durable part of `rendezvous`: the world that was agreed, and how records change it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from holdfast.core.job import records as rec
+from holdfast.core.job.commands import Push
 from holdfast.core.kernel import Record
 from holdfast.model.ids import Generation, NodeId, Round
 from holdfast.model.world import Member, World
@@ -63,6 +64,14 @@ class WorldState:
 
     def stop_work(self) -> m.StopWork:
         return m.StopWork(self.round, self.broken or "this node has no place in the world")
+
+    def pushes(self, before: Iterable[NodeId], ready: Collection[NodeId]) -> Iterator[Push]:
+        """What a new world means for its members, and for those of the one before who are here."""
+        for node_id in self.index:
+            yield Push(node_id, self.run_world(node_id))
+        for node_id in before:
+            if node_id in ready and node_id not in self.index:
+                yield Push(node_id, self.stop_work())
 
     def apply(self, record: Record) -> None:
         match record:

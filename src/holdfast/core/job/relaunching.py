@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a lost node is launched again: one rule, asked once, for critical nodes as for others.
+
+A node rank has a budget for each class of failure. For a critical rank one number takes the place
+of them, and the job may have a limit of its own: what somebody else ended counts for neither. A
+node that was out of memory gets twice as much, up to the most that a node may have.
+"""
+
+from dataclasses import dataclass
+
+from holdfast.core.job.node_table import NodeState, NodeTable
+from holdfast.model.job import JobSpec
+from holdfast.model.node import OF_THE_PROGRAM, ExitReason
+
+
+@dataclass(frozen=True, slots=True)
+class Relaunch:
+    """What was decided."""
+
+    refusal: str = ""
+    """Why it is not launched again, as a clause; empty if it is."""
+    counts: bool = True
+    """Whether that uses up budget: not if the platform could not even start the node."""
+    memory_mib: int = 0
+    """If not 0, it must ask for so much."""
+
+
+def judge(
+    table: NodeTable, spec: JobSpec, node: NodeState, reason: ExitReason, *, has_run: bool
+) -> Relaunch:
+    """Decide over the successor of a node that was lost."""
+    # What the program itself did wrong counts, even if nobody saw it run.
+    counts = has_run or reason in OF_THE_PROGRAM
+    refusal = _used_up(table, spec, node, reason) if counts else ""
+    if refusal or reason is not ExitReason.OOM or not spec.node_memory_mib:
+        return Relaunch(refusal, counts)
+    before = memory_of(table, spec, node)
+    raised = min(2 * before, spec.memory_max_mib or 2 * before)
+    if raised <= before:
+        rank, most = node.node_rank, f"{before} MiB, the most that a node of this job gets"
+        return Relaunch(f"node rank {rank} was out of memory with {most}")
+    return Relaunch("", counts, raised)
+
+
+def memory_of(table: NodeTable, spec: JobSpec, node: NodeState) -> int:
+    """How much memory a node asks for."""
+    return max(node.memory_mib, table.wanted.memory_mib) or spec.node_memory_mib
+
+
+def _used_up(table: NodeTable, spec: JobSpec, node: NodeState, reason: ExitReason) -> str:
+    rank, of_class = node.node_rank, spec.node_relaunches[reason]
+    critical, is_counted = spec.critical_limit(rank), _counts(reason)
+    if critical is not None and is_counted and of_class > 0:
+        used = sum(n for (one, r), n in table.relaunches.items() if one == rank and _counts(r))
+        if used >= critical:
+            return f"node rank {rank} has used the {critical} relaunches that it has as critical"
+    elif table.relaunches.get((rank, reason), 0) >= of_class:
+        return f"node rank {rank} has used its {of_class} relaunches for the reason {reason!s}"
+    if spec.job_relaunches is None or not is_counted:
+        return ""
+    used = sum(n for (_, r), n in table.relaunches.items() if _counts(r))
+    if used >= spec.job_relaunches:
+        return f"the job has used its {spec.job_relaunches} relaunches"
+    return ""
+
+
+def _counts(reason: ExitReason) -> bool:
+    return reason is not ExitReason.KILLED

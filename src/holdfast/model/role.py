@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job asks of the nodes of one role that run without an agent."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from holdfast.model.node import ExitReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """Nodes that run the user's program as it is: parameter servers and those who use them."""
+
+    nodes: int
+    relaunches: dict[ExitReason, int]
+    """How often one rank is launched again for one class of failure."""
+
+    ends_the_job: bool = True
+    """The job is over when all nodes of such roles have ended well; servers end with the job."""
+
+    critical: dict[int, int] = field(default_factory=dict)
+    """Ranks without which the job ends, and how often each is launched again in all. Those that
+    somebody else ended do not count."""
+
+    critical_others: int | None = None
+    """The same for every other rank; None: they are not critical."""
+
+    node_memory_mib: int = 0
+    """What a node asks for by the job's description; one that was out of memory gets twice as much
+    when it is launched again. 0: nobody knows, and it gets the same again."""
+
+    memory_max_mib: int = 0
+    """A node never asks for more; 0: no limit."""
+
+    priority: str = ""
+    """Empty, "high", "low", or the fraction of the ranks that is high ("0.5"), lowest first."""
+
+    def critical_limit(self, rank: int) -> int | None:
+        """How often this rank is launched again if it is critical; None if it is not."""
+        return self.critical.get(rank, self.critical_others)
+
+
+def priority_of(priority: str, rank: int, size: int) -> str:
+    """The priority of one rank of so many: "high", "low" or empty."""
+    if priority in ("", "high", "low"):
+        return priority
+    # Half of 5 is 3. A float would make 14 of 29 hundredths of 50.
+    high = (Fraction(priority) * size + Fraction(1, 2)) // 1
+    return "high" if rank < high else "low"
+
+
+def raised_memory_mib(before_mib: int, max_mib: int) -> int:
+    """What a node that was out of memory gets next time; 0 if it cannot have more."""
+    if max_mib == 0:
+        return 2 * before_mib
+    return min(2 * before_mib, max_mib) if before_mib < max_mib else 0

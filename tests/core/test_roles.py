@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes without agents (servers, chiefs, workers, evaluators), as the platform sees them."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from holdfast.core.job import commands as cmd
+from holdfast.core.job import events as ev
+from holdfast.core.job.records import decode_record, encode_record
+from holdfast.core.job.roles import FIRST_NODE_ID, Roles
+from holdfast.core.kernel import Event, Outcome, Record, Tick
+from holdfast.model.ids import NodeId, NodeRank
+from holdfast.model.job import JobSpec
+from holdfast.model.node import ExitReason, Phase
+from holdfast.model.order import Move, Order, Plan
+from holdfast.model.role import RoleSpec, priority_of
+from tests.core.harness import of_kind
+
+THREE = dict.fromkeys(ExitReason, 3) | {ExitReason.ERROR: 0}
+
+
+def role(nodes: int, **changes: object) -> RoleSpec:
+    return RoleSpec(nodes=nodes, relaunches=THREE, **changes)  # type: ignore[arg-type]
+
+
+def parameter_server_job(**changes: object) -> JobSpec:
+    """Two servers, a chief and three workers, of which nobody but the workers can be spared."""
+    roles = {
+        "ps": role(2, ends_the_job=False, critical_others=3, node_memory_mib=4096),
+        "chief": role(1, critical_others=3),
+        "worker": role(3),
+    }
+    return JobSpec(managed=True, roles=roles, **changes)  # type: ignore[arg-type]
+
+
+class Driven:
+    """The machine with its platform played by the test."""
+
+    def __init__(self, spec: JobSpec | None = None, records: Sequence[Record] = ()) -> None:
+        self.spec = spec or parameter_server_job()
+        self.machine = Roles(self.spec)
+        self.now = 0.0
+        self.records: list[Record] = []
+        self.live: dict[tuple[str, int], Order] = {}
+        self.facts: list[Event] = []
+        self.removed: list[NodeId] = []
+        for record in records:
+            self.machine.apply(decode_record(encode_record(record)))
+
+    def feed(self, event: Event) -> Outcome:
+        outcome = self.machine.handle(event, self.now)
+        self.records += outcome.records
+        self.facts += outcome.facts
+        for launch in of_kind(cmd.LaunchNode, outcome.commands):
+            self.live[launch.order.role, launch.order.node_rank] = launch.order
+        self.removed += [one.node_id for one in of_kind(cmd.RemoveNode, outcome.commands)]
+        return outcome
+
+    def start(self) -> Outcome:
+        return self.feed(ev.MasterStarted(nonce="n"))
+
+    def see(
+        self, place: tuple[str, int], phase: Phase, reason: ExitReason | None = None
+    ) -> Outcome:
+        node_id = self.live[place].node_id
+        return self.feed(ev.NodeSeen(node_id, phase, reason, "as the platform says", "machine-1"))
+
+    def plan(self, **changes: object) -> ev.PlanSettled:
+        outcome = self.feed(ev.PlanAsked(Plan(**changes)))  # type: ignore[arg-type]
+        (settled,) = of_kind(ev.PlanSettled, outcome.facts)
+        (answer,) = of_kind(cmd.AnswerPlan, outcome.commands)
+        assert (answer.plan_id, answer.ok, answer.text) == (
+            settled.plan_id,
+            settled.ok,
+            settled.text,
+        )
+        return settled
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, with a tick at every deadline on the way."""
+        end = self.now + seconds
+        while (at := self.machine.deadline()) is not None and at <= end:
+            self.now = max(self.now, at)
+            self.feed(Tick())
+            if self.machine.deadline() == at:
+                break
+        self.now = end
+
+    def restarted(self, *, from_snapshot: bool = False) -> "Driven":
+        """As a new master has it."""
+        records = list(self.machine.snapshot()) if from_snapshot else self.records
+        fresh = Driven(self.spec, records)
+        fresh.now, fresh.live = self.now, dict(self.live)
+        return fresh
+
+
+@pytest.fixture
+def job() -> Driven:
+    driven = Driven()
+    driven.start()
+    for place in driven.live:
+        driven.see(place, Phase.RUNNING)
+    return driven
+
+
+def test_every_role_is_launched_once() -> None:
+    driven = Driven()
+    driven.start()
+    assert sorted(driven.live) == [
+        ("chief", 0),
+        ("ps", 0),
+        ("ps", 1),
+        ("worker", 0),
+        ("worker", 1),
+        ("worker", 2),
+    ]
+    assert sorted(order.node_id for order in driven.live.values()) == list(range(6))
+    assert driven.live["worker", 2].size == 3
+
+
+def test_ids_beside_agents_are_their_own() -> None:
+    driven = Driven(JobSpec(managed=True, roles={"evaluator": role(1)}))
+    driven.start()
+    assert driven.live["evaluator", 0].node_id == FIRST_NODE_ID
+
+
+@pytest.mark.parametrize("from_snapshot", [False, True])
+def test_a_restarted_master_repeats_what_may_not_have_happened(from_snapshot: bool) -> None:
+    driven = Driven()
+    driven.start()
+    driven.see(("ps", 0), Phase.RUNNING)
+    driven.feed(
+        ev.PlanAsked(Plan(plan_id="p", role="worker", remove=(driven.live["worker", 2].node_id,)))
+    )
+    fresh = driven.restarted(from_snapshot=from_snapshot)
+    fresh.live.clear()
+    fresh.start()
+    assert ("ps", 0) not in fresh.live
+    assert fresh.live["ps", 1] == driven.live["ps", 1]
+    assert fresh.removed == driven.removed
+    assert ("worker", 2) not in fresh.live
+    assert list(fresh.machine.snapshot()) == list(driven.machine.snapshot())
+
+
+def test_a_lost_server_comes_back_under_its_rank(job: Driven) -> None:
+    before = job.live["ps", 1]
+    job.see(("ps", 1), Phase.FAILED, ExitReason.HARDWARE)
+    after = job.live["ps", 1]
+    assert after.node_id > max(5, before.node_id)
+    assert (after.node_rank, after.relaunches) == (before.node_rank, 1)
+
+
+def test_weakness_evictions_use_no_budget_and_are_not_unbounded(job: Driven) -> None:
+    """The prior art relaunches what was killed at once and without any limit; here it waits."""
+    for _ in range(30):
+        before = job.live["worker", 0].node_id
+        job.see(("worker", 0), Phase.GONE, ExitReason.KILLED)
+        job.wait(61.0)
+        assert job.live["worker", 0].node_id != before
+    assert not of_kind(ev.WorldImpossible, job.facts)
+    pauses = [fact.pause_s for fact in of_kind(ev.NodeOrdered, job.facts)][-3:]
+    assert pauses == [60.0, 60.0, 60.0]
+
+
+def test_out_of_memory_doubles_it_up_to_the_cap() -> None:
+    asked = role(1, critical_others=9, node_memory_mib=1000, memory_max_mib=3000)
+    driven = Driven(JobSpec(managed=True, roles={"worker": asked}))
+    driven.start()
+    seen = []
+    for _ in range(2):
+        driven.see(("worker", 0), Phase.FAILED, ExitReason.OOM)
+        driven.wait(61.0)
+        seen.append(driven.live["worker", 0].memory_mib)
+    assert seen == [2000, 3000]
+    driven.see(("worker", 0), Phase.FAILED, ExitReason.OOM)
+    (impossible,) = of_kind(ev.WorldImpossible, driven.facts)
+    assert "3000 MiB" in impossible.reason
+
+
+def test_memory_that_was_raised_stays_raised(job: Driven) -> None:
+    job.see(("ps", 0), Phase.FAILED, ExitReason.OOM)
+    assert job.live["ps", 0].memory_mib == 8192
+    job.see(("ps", 0), Phase.GONE, ExitReason.KILLED)
+    job.wait(61.0)
+    assert job.live["ps", 0].memory_mib == 8192
+
+
+def test_weakness_one_limit_decides_both_the_relaunch_and_the_end() -> None:
+    """The prior art relaunches a critical node by `>` and ends its job by `>=` in one event."""
+    driven = Driven()
+    driven.start()
+    for _ in range(3):
+        driven.see(("ps", 0), Phase.FAILED, ExitReason.UNKNOWN)
+        driven.wait(61.0)
+        assert not of_kind(ev.WorldImpossible, driven.facts)
+    last = driven.live["ps", 0]
+    driven.see(("ps", 0), Phase.FAILED, ExitReason.UNKNOWN)
+    driven.wait(61.0)
+    (impossible,) = of_kind(ev.WorldImpossible, driven.facts)
+    assert impossible.reason.startswith("ps 0: ")
+    assert driven.live["ps", 0] == last
+
+
+def test_a_program_that_fails_by_itself_is_not_launched_again(job: Driven) -> None:
+    last = job.live["worker", 1]
+    job.see(("worker", 1), Phase.FAILED, ExitReason.ERROR)
+    assert job.live["worker", 1] == last
+    assert not of_kind(ev.WorldImpossible, job.facts)
+
+
+def test_the_job_is_over_when_all_who_work_have_ended(job: Driven) -> None:
+    job.see(("worker", 1), Phase.FAILED, ExitReason.ERROR)
+    for place in (("worker", 0), ("worker", 2)):
+        job.see(place, Phase.SUCCEEDED)
+    assert not of_kind(ev.WorkSettled, job.facts)
+    job.see(("chief", 0), Phase.SUCCEEDED)
+    assert len(of_kind(ev.WorkSettled, job.facts)) == 1
+    job.feed(ev.JobFinished(ok=True, reason="", cause=None, cause_node_rank=-1))
+    assert set(job.removed) == {job.live["ps", 0].node_id, job.live["ps", 1].node_id}
+
+
+def test_a_job_of_which_nobody_ends_well_fails() -> None:
+    driven = Driven(JobSpec(managed=True, roles={"worker": role(2)}))
+    driven.start()
+    driven.see(("worker", 0), Phase.FAILED, ExitReason.ERROR)
+    assert not driven.facts[-1:] or not isinstance(driven.facts[-1], ev.WorldImpossible)
+    driven.see(("worker", 1), Phase.FAILED, ExitReason.ERROR)
+    (impossible,) = of_kind(ev.WorldImpossible, driven.facts)
+    assert "worker 1" in impossible.reason
+
+
+def test_a_node_that_ended_well_and_is_deleted_later_is_not_replaced(job: Driven) -> None:
+    job.see(("worker", 0), Phase.SUCCEEDED)
+    last = job.live["worker", 0]
+    job.see(("worker", 0), Phase.GONE)
+    assert job.live["worker", 0] == last
+
+
+def test_weakness_scaling_takes_free_ranks_and_never_a_live_one(job: Driven) -> None:
+    """The prior art gives the number of nodes as a rank, which a live node may have."""
+    first = job.live["worker", 0].node_id
+    assert job.plan(plan_id="a", role="worker", remove=(first,)).ok
+    assert job.plan(plan_id="b", role="worker", nodes=4).ok
+    ranks = [rank for name, rank in job.live if name == "worker"]
+    assert sorted(ranks) == [0, 1, 2, 3]
+    assert job.live["worker", 0].node_id != first
+    assert job.machine.wanted() == {"ps": 2, "chief": 1, "worker": 4}
+
+
+def test_scaling_down_takes_the_highest_ranks(job: Driven) -> None:
+    assert job.plan(plan_id="a", role="worker", nodes=1).ok
+    assert job.removed == [job.live["worker", 1].node_id, job.live["worker", 2].node_id]
+    job.see(("worker", 2), Phase.GONE)
+    job.wait(120.0)
+    assert job.machine.wanted()["worker"] == 1
+
+
+def test_weakness_a_plan_is_done_once_across_restarts(job: Driven) -> None:
+    """After a master restart the prior art does all old plans again."""
+    plan = {"plan_id": "a", "role": "worker", "nodes": 5}
+    first = job.plan(**plan)
+    assert job.plan(plan_id="b", role="worker", nodes=2).ok
+    fresh = job.restarted(from_snapshot=True)
+    assert fresh.plan(**plan) == first
+    assert fresh.machine.wanted()["worker"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"nodes": 0}, "without any node of role worker"),
+        ({"remove": (NodeId(99),)}, "no node 99"),
+        ({"migrate": (Move(node_id=NodeId(1)),)}, "no node 1 of role worker"),
+    ],
+)
+def test_a_plan_that_cannot_be_done_is_refused_in_words(
+    job: Driven, change: dict[str, object], word: str
+) -> None:
+    settled = job.plan(plan_id="a", role="worker", **change)
+    assert not settled.ok
+    assert word in settled.text
+
+
+def test_a_node_is_migrated_to_other_resources(job: Driven) -> None:
+    old = job.live["ps", 1]
+    move = Move(node_id=old.node_id, memory_mib=9000, cpu_milli=2000)
+    assert job.plan(plan_id="a", role="ps", migrate=(move,)).ok
+    new = job.live["ps", 1]
+    assert (new.memory_mib, new.cpu_milli, new.node_rank) == (9000, 2000, old.node_rank)
+    assert job.removed == [old.node_id]
+    # What becomes of the old one is no failure.
+    job.feed(ev.NodeSeen(old.node_id, Phase.FAILED, ExitReason.ERROR, "", ""))
+    assert job.live["ps", 1] == new
+
+
+def test_resources_of_a_plan_are_for_later_nodes(job: Driven) -> None:
+    assert job.plan(plan_id="a", role="worker", memory_mib=777, add=(NodeRank(7),)).ok
+    assert job.live["worker", 7].memory_mib == 777
+    assert job.live["worker", 0].memory_mib == 0
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_suspend_removes_all_and_resume_brings_back_who_had_not_ended(
+    job: Driven, restart: bool
+) -> None:
+    job.see(("worker", 2), Phase.SUCCEEDED)
+    assert job.plan(plan_id="a", role="worker", suspend=True).ok
+    assert len(job.removed) == 5
+    if restart:
+        job = job.restarted(from_snapshot=True)
+        job.live.clear()
+        job.start()
+    assert job.machine.wanted()["worker"] == 3
+    job.live.clear()
+    assert job.plan(plan_id="b", role="worker", suspend=False).ok
+    assert sorted(job.live) == [("chief", 0), ("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
+
+
+def test_a_job_that_begins_suspended_starts_nothing() -> None:
+    driven = Driven(parameter_server_job(suspended=True))
+    driven.start()
+    assert driven.live == {}
+    assert driven.plan(plan_id="a", role="worker", suspend=False).ok
+    assert len(driven.live) == 6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place", "ends"),
+    [
+        ("skip", ("ps", 0), False),
+        ("necessary", ("worker", 0), False),
+        ("necessary", ("ps", 0), True),
+        ("all", ("worker", 0), True),
+    ],
+)
+def test_a_node_that_gets_no_machine(strategy: str, place: tuple[str, int], ends: bool) -> None:
+    driven = Driven(parameter_server_job(pending_timeout_s=100.0, pending_strategy=strategy))
+    driven.start()
+    for other in list(driven.live):
+        driven.see(other, Phase.PENDING if other == place else Phase.RUNNING)
+    driven.wait(99.0)
+    assert not of_kind(ev.WorldImpossible, driven.facts)
+    driven.wait(2.0)
+    assert bool(of_kind(ev.WorldImpossible, driven.facts)) == ends
+
+
+def test_weakness_the_fraction_of_high_priority_is_exact() -> None:
+    """The prior art makes 6 of 10 nodes high where half was asked for."""
+    for size, fraction, high in ((10, "0.5", 5), (5, "0.5", 3), (50, "0.29", 15), (4, "1", 4)):
+        chosen = [priority_of(fraction, rank, size) for rank in range(size)]
+        assert chosen == ["high"] * high + ["low"] * (size - high)
