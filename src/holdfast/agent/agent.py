@@ -62,6 +62,9 @@ class AgentSettings:
     runtime_dir: Path
     """Private folder for the socket."""
     grace_s: float
+    """Between SIGTERM and SIGKILL of a worker."""
+    leave_s: float = 0.0
+    """How long this node may take to leave, with what it brings to storage; 0 for `grace_s`."""
     spares: bool
     excluded_roots: tuple[str, ...]
     first_contact_s: float
@@ -171,7 +174,7 @@ class Agent:
 
     def shut_down(self, reason: str, exit_code: int) -> None:
         """Leave the job: workers end with grace, the master is told."""
-        self._leaves_by = self._loop.time() + self._settings.grace_s
+        self._leaves_by = self._loop.time() + (self._settings.leave_s or self._settings.grace_s)
         self.feed(ev.ShutdownRequested(reason, exit_code, flush=self._vault.has_unsaved))
 
     def feed(self, event: Event) -> None:

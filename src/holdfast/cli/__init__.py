@@ -3,6 +3,7 @@
 
 import argparse
 import functools
+import importlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,9 @@ from holdfast.model.errors import HoldfastError, UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+
+_COMMANDS = ("master", "status", "ckpt", "data", "demo", "sim", "operator", "k8s")
+"""Those with a file of the same name and a parser; `holdfast --help` lists them in this order."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,12 +65,14 @@ def _find(words: list[str]) -> Callable[[], int]:
         from holdfast.cli import run
 
         return functools.partial(run.main, words[1:])
+    if words[:1] == ["dlrover-run"]:
+        from holdfast.cli import dlrover_run, run
+
+        return functools.partial(run.main, words[1:], dlrover_run.parse_dlrover_run)
     if words[:1] == ["node"]:
         from holdfast.cli import node
 
         return functools.partial(node.main, words[1:])
-    from holdfast.cli import ckpt, data, demo, master, sim, status
-
     parser = _Parser(
         prog="holdfast",
         description="Keep distributed training running.",
@@ -76,7 +82,8 @@ def _find(words: list[str]) -> Callable[[], int]:
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("run", help="train: torchrun's flags, and a job that survives failures")
-    for command in (master, status, ckpt, data, demo, sim):
-        command.add_parser(commands)
+    # Only what is meant is imported: a master that is started again must be there soon.
+    for name in words[:1] if words and words[0] in _COMMANDS else _COMMANDS:
+        importlib.import_module(f"holdfast.cli.{name}").add_parser(commands)
     arguments = parser.parse_args(words)
     return functools.partial(arguments.run, arguments)

@@ -25,7 +25,12 @@ from holdfast.runtime.signals import on_end_signals
 from holdfast.runtime.token import read_token
 
 FIRST_CONTACT_S = 60.0
-"""How long a master that cannot be reached yet is waited for, unless `join_timeout` is shorter."""
+"""How long a master that cannot be reached yet is waited for, unless `join_timeout` is shorter. A
+node that a platform launched waits for `join_timeout`: its master may be on its way back."""
+
+FAREWELL_S = 5.0
+"""What is left of a platform's patience when everything must be on storage: to say farewell and to
+end. At most a fifth of it."""
 
 
 def rules_of(options: RunOptions) -> m.JobRules:
@@ -67,6 +72,8 @@ def _settings(
     assert options.master is not None
     assert options.token_file is not None
     job = options.job or "job"
+    leave_s = node.leave_s - min(FAREWELL_S, node.leave_s / 5)
+    contact_s = min(FIRST_CONTACT_S, options.join_timeout_s)
     socket = folder / "agent.sock"
     if len(str(socket)) > 100:
         raise UsageError(f"the temporary directory has too long a path for a socket: {folder}")
@@ -94,15 +101,16 @@ def _settings(
         tls=tls.client_tls(options.tls_ca),
         rules=rules_of(options),
         program=program,
-        host=options.local_addr or own_address(options.master),
+        host=options.local_addr or node.address or own_address(options.master),
         node_rank=-1 if options.node_rank is None else options.node_rank,
         node_id=node.node_id,
         topology=node.topology,
         runtime_dir=folder,
-        grace_s=options.grace_s,
+        grace_s=min(options.grace_s, leave_s / 2) if leave_s else options.grace_s,
+        leave_s=leave_s,
         spares=options.spares,
         excluded_roots=_own_code(options),
-        first_contact_s=min(FIRST_CONTACT_S, options.join_timeout_s),
+        first_contact_s=options.join_timeout_s if node.node_id >= 0 else contact_s,
     )
 
 

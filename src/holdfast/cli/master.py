@@ -6,6 +6,7 @@ import asyncio
 import math
 import resource
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import uvloop
 
 from holdfast.cli.embedded import END_FILE, EXIT_JOB_FAILED
 from holdfast.cli.run_options import check_job_name, hang_after_s, parse_address
-from holdfast.master.process import MasterSettings, run_master
+from holdfast.master.process import MasterSettings, Surroundings, run_master
 from holdfast.model.errors import UsageError
+from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
 from holdfast.platforms.local import LocalPlatform
@@ -64,6 +66,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="allow an address that is not loopback without certificates",
     )
+    _add_platform(parser)
     _add_patience(parser)
     # For `holdfast run`, which starts its master with these; people have no use for them.
     parser.add_argument("--lifeline", type=int, default=-1, help=argparse.SUPPRESS)
@@ -71,6 +74,29 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--rules", help=argparse.SUPPRESS)
     parser.add_argument("--spare-nodes", type=int, default=0, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
+
+
+def _add_platform(parser: argparse.ArgumentParser) -> None:
+    """Who starts and removes nodes."""
+    parser.add_argument(
+        "--platform",
+        choices=("none", "kubernetes"),
+        default="none",
+        help="none: nodes are started by people or their scheduler; kubernetes: the job is the "
+        "ElasticJob of that name, and its nodes are pods (default none)",
+    )
+    parser.add_argument(
+        "--namespace", default="", metavar="NS", help="of the ElasticJob (default: this pod's own)"
+    )
+    parser.add_argument(
+        "--kubeconfig",
+        type=Path,
+        metavar="FILE",
+        help="how to reach the API server (default: as a pod does, or as kubectl does)",
+    )
+    parser.add_argument(
+        "--context", default="", metavar="NAME", help="of the kubeconfig (default: its current one)"
+    )
 
 
 def _add_patience(parser: argparse.ArgumentParser) -> None:
@@ -108,26 +134,36 @@ def _run(arguments: argparse.Namespace) -> int:
         spec=_spec(arguments),
     )
 
+    say = sayer("master")
+
     def announce(address: str) -> None:
         if not arguments.launch and arguments.lifeline < 0:
             print(f"holdfast master listening on {address}", flush=True)
 
-    def make_platform() -> Platform:
+    def make_platform(known: Collection[NodeId]) -> Platform:
         command = [sys.executable, "-m", "holdfast.cli", "node", str(arguments.launch)]
         folder = arguments.state / "nodes"
         return LocalPlatform(command, environment(), folder, lifeline=arguments.lifeline)
 
     _allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if arguments.platform == "kubernetes":
+            from holdfast.cli import kubernetes_master
+
+            return runner.run(
+                kubernetes_master.serve(arguments, settings, say=say, announce=announce)
+            )
+        surroundings = Surroundings(make_platform=make_platform if arguments.launch else None)
         end = runner.run(
             run_master(
                 settings,
-                say=sayer("master"),
+                say=say,
                 announce=announce,
-                make_platform=make_platform if arguments.launch else None,
+                surroundings=surroundings,
                 lifeline=arguments.lifeline,
             )
         )
+    assert end is not None
     if end.ok or arguments.lifeline < 0:
         return 0 if end.ok else 1
     # The launcher may have no agent that would tell it the cause.

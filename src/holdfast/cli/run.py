@@ -7,9 +7,10 @@ import os
 import secrets
 import shutil
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import uvloop
@@ -31,10 +32,24 @@ from holdfast.runtime.settings import environment, node_settings
 from holdfast.runtime.signals import on_end_signals
 
 
-def main(argv: Sequence[str]) -> int:
+class Parse(Protocol):
+    """From a command line to options; see `parse_run`."""
+
+    def __call__(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        cpus: int,
+        accelerators: int,
+        job_suffix: str,
+    ) -> RunOptions: ...
+
+
+def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
     """Parse, check, run; returns the exit code of the command."""
     env = environment()
-    options = parse_run(
+    options = parse(
         argv,
         env,
         cpus=len(os.sched_getaffinity(0)),

@@ -91,7 +91,12 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
             "master of our own)",
             env="HOLDFAST_TOKEN_FILE",
         ),
-        Flag("tls-ca", "FILE", "PEM file with the certificates to trust (default: no TLS)"),
+        Flag(
+            "tls-ca",
+            "FILE",
+            "PEM file with the certificates to trust (default: no TLS)",
+            env="HOLDFAST_TLS_CA",
+        ),
         Flag("insecure", "", "allow connections to other machines without TLS (default: refused)"),
         Flag(
             "state",
@@ -133,8 +138,8 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
         _shared(
             "local-addr",
             "HOST",
-            "the address under which other nodes reach this one (default: the one that the "
-            "connection to the master uses)",
+            "the address under which other nodes reach this one (default: POD_IP of a node that "
+            "a platform launched, or the one that the connection to the master uses)",
         ),
     ),
     "workers": (
@@ -357,23 +362,27 @@ class _Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None, message)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser behind `holdfast run`; its help lists every flag."""
+Flags = Mapping[str, tuple[Flag, ...]]
+"""By the title under which the help lists them."""
+
+
+def build_parser(flags: Flags = FLAGS, command: str = "holdfast run") -> argparse.ArgumentParser:
+    """The parser behind `holdfast run`, or a command like it; its help lists every flag."""
     parser = _Parser(
-        prog="holdfast run",
-        usage="holdfast run [options] script [script options]",
+        prog=command,
+        usage=f"{command} [options] script [script options]",
         description="Run a training script on every worker of a job and keep it running. "
         "Commands written for torchrun work as they are.",
         epilog="Every option may be written with underscores instead of dashes. Options of "
         "torchrun's are also read from the environment: PET_NNODES for --nnodes and so on; "
-        "a switch is on when its variable is 1. HOLDFAST_MASTER and HOLDFAST_TOKEN_FILE stand for "
-        "--master and --token-file. The command line wins.",
+        "a switch is on when its variable is 1. HOLDFAST_MASTER, HOLDFAST_TOKEN_FILE and "
+        "HOLDFAST_TLS_CA stand for --master, --token-file and --tls-ca. The command line wins.",
         allow_abbrev=False,
         exit_on_error=False,
     )
-    for title, flags in FLAGS.items():
+    for title, group_flags in flags.items():
         group = parser.add_argument_group(title)
-        for flag in flags:
+        for flag in group_flags:
             dashed, underscored = f"--{flag.name}", "--" + flag.name.replace("-", "_")
             names = [flag.short, dashed] if flag.short else [dashed]
             shape: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS}
@@ -390,17 +399,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_answers(argv: Sequence[str], environ: Mapping[str, str]) -> Answers:
+def read_answers(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    flags: Flags = FLAGS,
+    command: str = "holdfast run",
+) -> Answers:
     """Collect what the command line and the environment say; `--help` prints and exits."""
+    known = [flag for group in flags.values() for flag in group]
     try:
-        parsed, unknown = build_parser().parse_known_args(list(argv))
+        parsed, unknown = build_parser(flags, command).parse_known_args(list(argv))
     except argparse.ArgumentError as mistake:
-        raise UsageError(_sentence(mistake)) from None
+        raise UsageError(_sentence(mistake, command)) from None
     if unknown:
-        raise UsageError(_unknown(unknown[0]))
+        raise UsageError(_unknown(unknown[0], known, command))
     typed: dict[str, Any] = vars(parsed)
     by_name: dict[str, Answer] = {}
-    for flag in (flag for flags in FLAGS.values() for flag in flags):
+    for flag in known:
         if flag.name in typed:
             by_name[flag.name] = Answer(typed[flag.name], f"--{flag.name}")
         elif environ.get(flag.env):
@@ -408,24 +423,24 @@ def read_answers(argv: Sequence[str], environ: Mapping[str, str]) -> Answers:
     return Answers(typed["script"], tuple(typed["script_args"]), by_name)
 
 
-def _sentence(mistake: argparse.ArgumentError) -> str:
+def _sentence(mistake: argparse.ArgumentError, command: str) -> str:
     name, message = mistake.argument_name, mistake.message
     if name is None:
         # The only thing argparse can miss is the script: every flag is optional.
         return (
             "the script to run is missing: give its name after the options, as in "
-            "`holdfast run --nproc-per-node 2 train.py`"
+            f"`{command} --nproc-per-node 2 train.py`"
         )
     if message.startswith("ignored explicit argument"):
         return f"{name} is a switch and takes no value"
     return f"{name} needs a value"
 
 
-def _unknown(token: str) -> str:
+def _unknown(token: str, flags: Sequence[Flag], command: str) -> str:
     name = token.split("=", 1)[0]
     dashed = name.replace("_", "-")
-    known = [f"--{flag.name}" for flags in FLAGS.values() for flag in flags]
+    known = [f"--{flag.name}" for flag in flags]
     close = [flag for flag in known if flag.startswith(dashed)] if len(dashed) > 4 else []
     close += difflib.get_close_matches(dashed, known, n=1, cutoff=0.75)
     hint = f"did you mean {close[0]}?" if close else "options of the script go after its name"
-    return f"{name} is not an option of holdfast run: {hint}"
+    return f"{name} is not an option of {command}: {hint}"

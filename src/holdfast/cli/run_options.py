@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from holdfast.cli.run_conf import rdzv_conf
 from holdfast.cli.run_flags import Answer, Answers, Ignored, read_answers, without_effect
 from holdfast.model.errors import UsageError
 
@@ -102,7 +103,24 @@ def parse_run(
     Raises UsageError with one sentence for every mistake; only `--help` exits. A random
     `job_suffix` keeps the default names of two jobs with the same script apart.
     """
-    answers = read_answers(argv, environ)
+    return interpret(
+        read_answers(argv, environ),
+        environ,
+        cpus=cpus,
+        accelerators=accelerators,
+        job_suffix=job_suffix,
+    )
+
+
+def interpret(
+    answers: Answers,
+    environ: Mapping[str, str],
+    *,
+    cpus: int,
+    accelerators: int,
+    job_suffix: str = "",
+) -> RunOptions:
+    """What the answers mean, whichever command they were given to."""
     if logs_specs := answers.get("logs-specs"):
         raise UsageError(
             f"{logs_specs.source} {logs_specs.text} is not supported: use --log-dir, --redirects "
@@ -110,16 +128,16 @@ def parse_run(
         )
     asked = answers.text("nproc-per-node")
     nproc = 1 if asked is None else resolve_nproc(asked, cpus, accelerators)
-    return _interpret(answers, nproc, environ, job_suffix)
+    return _options(answers, nproc, environ, job_suffix)
 
 
-def _interpret(
+def _options(
     answers: Answers, nproc: int, environ: Mapping[str, str], job_suffix: str
 ) -> RunOptions:
-    remarks = _Remarks(ignored=without_effect(answers), notes=[])
-    nodes = _node_counts(answers)
+    conf, ignored = rdzv_conf(answers)
+    remarks = _Remarks(ignored=without_effect(answers) + ignored, notes=[])
+    nodes = _node_counts(answers, remarks, is_launched="HOLDFAST_NODE_ID" in environ)
     place = _place(answers, nodes, remarks)
-    conf = _rdzv_conf(answers, remarks)
     lease, hang = answers.get("lease"), answers.get("hang-after") or Answer("auto", "")
     hang_after_s(hang.text, hang.source)
     if place.master is not None and hang.source:
@@ -136,9 +154,9 @@ def _interpret(
         max_restarts=answers.whole("max-restarts", least=0, default=3),
         job=_job_name(answers, place, job_suffix),
         rdzv_id=answers.text("rdzv-id"),
-        rdzv_conf=conf,
-        join_timeout_s=_conf_seconds(conf, _JOIN_KEYS, default=600.0, zero=False),
-        last_call_s=_conf_seconds(conf, _LAST_CALL_KEYS, default=30.0, zero=True),
+        rdzv_conf=conf.given,
+        join_timeout_s=conf.join_timeout_s,
+        last_call_s=conf.last_call_s,
         standalone=place.standalone,
         master=place.master,
         node_rank=place.node_rank,
@@ -281,12 +299,18 @@ class _NodeCounts(NamedTuple):
     spare: int
 
 
-def _node_counts(answers: Answers) -> _NodeCounts:
+def _node_counts(answers: Answers, remarks: _Remarks, *, is_launched: bool) -> _NodeCounts:
     local = answers.whole("local-nodes", least=1, default=1)
     spare = answers.whole("spare-nodes", least=0, default=0)
     unit = answers.whole("node-unit", least=1, default=1)
     asked = answers.get("nnodes")
     least, most = (local, local) if asked is None else _node_range(asked)
+    if asked is not None and most < least:
+        if not is_launched:
+            raise UsageError(f"{asked.source} {asked.text}: the most is below the fewest")
+        # As in `--nnodes 3:$NODE_NUM`: the platform has fewer nodes than the command is made for.
+        remarks.notes.append(f"{asked.source} {asked.text}: the job has {most} nodes, so be it")
+        least = most
     if spare and answers.get("local-nodes") is None:
         raise UsageError("--spare-nodes needs --local-nodes: other nodes are not ours to start")
     if answers.get("local-nodes") is not None and most > local + spare:
@@ -307,10 +331,8 @@ def _node_range(answer: Answer) -> tuple[int, int]:
     if len(bounds) not in (1, 2):
         raise UsageError(f"{answer.source} must be N or MIN:MAX, not {answer.text!r}")
     least, most = bounds[0], bounds[-1]
-    if least < 1:
+    if min(bounds) < 1:
         raise UsageError(f"{answer.source} {answer.text}: a job needs at least 1 node")
-    if most < least:
-        raise UsageError(f"{answer.source} {answer.text}: the most is below the fewest")
     return least, most
 
 
@@ -365,59 +387,6 @@ def _master(
     parse_address(endpoint.text, endpoint.source)
     remarks.notes.append(f"{endpoint.source} {endpoint.text} is taken as the address of --master")
     return endpoint.text
-
-
-_CONF_WITHOUT_EFFECT: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("close_timeout", "read_timeout", "heartbeat_timeout"),
-        "every wait on the master has its own limit",
-    ),
-    **dict.fromkeys(
-        ("keep_alive_interval", "keep_alive_max_attempt"),
-        "agents hold one stream to the master, whose loss is seen at once",
-    ),
-    **dict.fromkeys(
-        ("is_host", "store_type", "use_agent_store", "rank"),
-        "the master forms the world and serves the store",
-    ),
-    **dict.fromkeys(
-        ("protocol", "cert", "key", "cacert", "ssl_cert", "ssl_cert_key", "ca_cert", "etcd_prefix"),
-        "there is no etcd; --tls-ca secures the connection to the master",
-    ),
-}
-_JOIN_KEYS = ("join_timeout", "timeout")
-_LAST_CALL_KEYS = ("last_call_timeout", "lastcall_timeout")
-_CONF_WITH_EFFECT = _JOIN_KEYS + _LAST_CALL_KEYS
-
-
-def _rdzv_conf(answers: Answers, remarks: _Remarks) -> dict[str, str]:
-    answer = answers.get("rdzv-conf")
-    conf: dict[str, str] = {}
-    if answer is None or not answer.text.strip():
-        return conf
-    for pair in answer.text.split(","):
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if not key or not value:
-            raise UsageError(
-                f"{answer.source} must be KEY=VALUE pairs with commas between them, not {pair!r}"
-            )
-        if key not in _CONF_WITH_EFFECT and key not in _CONF_WITHOUT_EFFECT:
-            known = ", ".join((*_CONF_WITH_EFFECT, *_CONF_WITHOUT_EFFECT))
-            raise UsageError(f"{answer.source} has no key {key!r}: the keys are {known}")
-        if key in _CONF_WITHOUT_EFFECT:
-            remarks.ignored.append(Ignored(f"{answer.source} {key}", _CONF_WITHOUT_EFFECT[key]))
-        conf[key] = value
-    return conf
-
-
-def _conf_seconds(
-    conf: Mapping[str, str], keys: tuple[str, str], *, default: float, zero: bool
-) -> float:
-    """The value under the first key that is there: the second is an older name."""
-    for key in keys:
-        if key in conf:
-            return Answer(conf[key], f"--rdzv-conf {key}").seconds(zero=zero)
-    return default
 
 
 def _grace_s(answers: Answers, environ: Mapping[str, str], remarks: _Remarks) -> float:

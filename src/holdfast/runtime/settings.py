@@ -41,6 +41,10 @@ class NodeSettings:
     """A descriptor that reaches end-of-file when the launcher dies; -1 if there is none."""
     topology: str
     """Where the node stands, e.g. its switch: nodes of equal topology get neighbouring ranks."""
+    address: str
+    """Where other nodes reach this one; empty if nobody said."""
+    leave_s: float
+    """How long the platform gives it to go before it kills it; 0 if nobody said."""
 
 
 def node_settings(environ: Mapping[str, str] | None = None) -> NodeSettings:
@@ -50,6 +54,9 @@ def node_settings(environ: Mapping[str, str] | None = None) -> NodeSettings:
         node_id=int(env.get("HOLDFAST_NODE_ID", "-1")),
         lifeline=int(env.get("HOLDFAST_LIFELINE", "-1")),
         topology=env.get("HOLDFAST_TOPOLOGY", ""),
+        # POD_IP is a name that others use too: it counts where a platform of ours set it.
+        address=env.get("POD_IP", "") if "HOLDFAST_NODE_ID" in env else "",
+        leave_s=float(env.get("HOLDFAST_GRACE_S", "0")),
     )
 
 
@@ -60,7 +67,7 @@ def environment() -> dict[str, str]:
 
 def worker_base() -> dict[str, str]:
     """What workers inherit: everything but what a platform told their agent alone."""
-    own = ("HOLDFAST_NODE_ID", "HOLDFAST_LIFELINE")
+    own = ("HOLDFAST_NODE_ID", "HOLDFAST_LIFELINE", "HOLDFAST_GRACE_S")
     return {name: value for name, value in os.environ.items() if name not in own}
 
 

@@ -31,11 +31,15 @@ def read_token(path: Path) -> bytes:
     try:
         mode = path.stat().st_mode
         token = path.read_text(encoding="ascii").strip().encode()
+        # A Secret in a container: who sees it was decided by whoever mounted it there, and the
+        # program's user, whom nobody knew then, must be able to read it.
+        is_mounted = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except FileNotFoundError:
         raise UsageError(f"the token file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as exc:
         raise UsageError(f"the token file {path} cannot be read: {exc}") from exc
-    if stat.S_IMODE(mode) & (stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH):
+    forbidden = stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH
+    if stat.S_IMODE(mode) & forbidden and not is_mounted:
         raise UsageError(
             f"the token file {path} is open to other users: run chmod 600 on it, "
             "and make a new token if somebody may have read it"

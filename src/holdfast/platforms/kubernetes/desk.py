@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The desk on Kubernetes: the ElasticJob's spec and ScalePlans come in, status and Events go out.
+
+Of the spec only what has changed is told: a ScalePlan may have given the job another size since,
+and a later change of something else must not take that back. What the job follows is therefore
+part of the status (`status.observed`), where the next master finds it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.model.order import WORKER, Plan
+from holdfast.platforms.kubernetes import names
+from holdfast.platforms.kubernetes.api import Api
+from holdfast.platforms.kubernetes.kinds import ELASTICJOBS, SCALEPLANS
+from holdfast.platforms.kubernetes.manifest import ElasticJob, read_job
+from holdfast.platforms.kubernetes.news import News
+from holdfast.platforms.kubernetes.outbox import Outbox
+from holdfast.platforms.kubernetes.plain_roles import sizes
+from holdfast.platforms.kubernetes.scaleplan import ScalePlan, read_plan
+from holdfast.platforms.kubernetes.status import status_of
+from holdfast.platforms.kubernetes.times import stamp
+from holdfast.platforms.kubernetes.watching import Listed, Seen, follow
+from holdfast.runtime.observe import Say, wall_clock
+
+FLUSH_S = 20.0
+"""How long a master that ends tries to say so. Its journal knows it too, and the next master that
+is started for the job says it again."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A ScalePlan, or a changed spec, of which not every plan is answered yet."""
+
+    waits_for: set[str]
+    name: str = ""
+    """Of the ScalePlan."""
+    observed: Mapping[str, Any] | None = None
+    """What the job follows when the spec is answered."""
+    is_first: bool = False
+    """The spec with which the job began: that it has what it has is no news."""
+    refusals: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """What became of it, in words."""
+        return "; ".join(self.refusals or self.texts) or "nothing had to change"
+
+
+class KubernetesDesk:
+    """Speaks to people through the objects of one job."""
+
+    def __init__(
+        self,
+        api: Api,
+        job: ElasticJob,
+        status: Mapping[str, Any],
+        *,
+        say: Say,
+        wall: Callable[[], float] = wall_clock,
+    ) -> None:
+        """`status` is that of the ElasticJob now, as an earlier master or the operator left it."""
+        self._api, self._job = api, job
+        self._say, self._wall = say, wall
+        self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox(say)
+        self._status = dict(status)
+        #: What was written last, without the time of writing.
+        self._written: dict[str, Any] = {}
+        self._view: Mapping[str, object] | None = None
+        self._observed: Mapping[str, Any] = status.get("observed") or {}
+        self._generation = -1
+        #: From then on nothing is written: there may be another job of the same name.
+        self._is_deleted = False
+        #: Uids of the ScalePlans that were told.
+        self._told: set[str] = set()
+        #: What is not answered yet, by plan id.
+        self._asked: dict[str, _Asked] = {}
+        self._news = News(api, job, self._outbox, wall)
+
+    # ---- plans in -------------------------------------------------------------------------------
+
+    async def plans(self) -> AsyncIterator[Plan]:
+        """What the spec and the ScalePlans ask for; it ends when the ElasticJob is deleted."""
+        queue: asyncio.Queue[Plan | None] = asyncio.Queue()
+        readers = {
+            asyncio.create_task(self._follow_job(queue)),
+            asyncio.create_task(self._follow_plans(queue)),
+        }
+        taking = asyncio.create_task(queue.get())
+        try:
+            while True:
+                done, _ = await asyncio.wait(
+                    {taking, *readers}, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done & readers:
+                    # It follows for ever: if it has ended, then by an error that is for our caller.
+                    readers.discard(task)
+                    task.result()
+                if taking in done:
+                    plan = taking.result()
+                    if plan is None:
+                        return
+                    taking = asyncio.create_task(queue.get())
+                    yield plan
+        finally:
+            for task in (taking, *readers):
+                task.cancel()
+            await asyncio.gather(taking, *readers, return_exceptions=True)
+
+    async def _follow_job(self, queue: "asyncio.Queue[Plan | None]") -> None:
+        own = f"metadata.name={self._job.name}"
+        namespace = self._job.namespace
+        async for seen in follow(self._api, ELASTICJOBS, namespace, fields=own, say=self._say):
+            if isinstance(seen, Listed):
+                is_deleted = not seen.names
+            else:
+                is_deleted = seen.gone or seen.meta.uid != self._job.uid
+            if is_deleted:
+                self._is_deleted = True
+                queue.put_nowait(None)
+            elif isinstance(seen, Seen):
+                for plan in self._changes(seen.obj):
+                    queue.put_nowait(plan)
+
+    def _changes(self, obj: Mapping[str, Any]) -> list[Plan]:
+        """What a spec asks of the job that was not asked before."""
+        job, problems = read_job(obj)
+        if job.generation == self._generation:
+            return []
+        self._generation = job.generation
+        fatal = [str(problem) for problem in problems if problem.fatal]
+        if fatal:
+            # The operator says so in a condition; the job goes on as it is.
+            self._say(f"the changed spec is not followed: {'; '.join(fatal)}")
+            return []
+        observed = {
+            "generation": job.generation,
+            "replicas": sizes(job),
+            "suspend": job.suspend,
+        }
+        plans = _difference(self._observed, observed)
+        if not plans:
+            self._observed = observed
+            self._put_status()
+        ids = {plan.plan_id for plan in plans}
+        asked = _Asked(ids, observed=observed, is_first=not self._observed)
+        self._asked.update(dict.fromkeys(asked.waits_for, asked))
+        return plans
+
+    async def _follow_plans(self, queue: "asyncio.Queue[Plan | None]") -> None:
+        # A listing has no order: what comes at once is put into the order in which it was made.
+        batch: list[ScalePlan] = []
+
+        def take() -> None:
+            for one in sorted(batch, key=lambda one: (one.created, one.name)):
+                for plan in one.plans:
+                    queue.put_nowait(plan)
+            batch.clear()
+
+        namespace = self._job.namespace
+        async for seen in follow(self._api, SCALEPLANS, namespace, say=self._say):
+            if isinstance(seen, Listed) or seen.gone:
+                continue
+            plan, problems = read_plan(seen.obj)
+            if plan.job != self._job.name or plan.finished or plan.uid in self._told:
+                continue
+            self._told.add(plan.uid)
+            asked = _Asked({part.plan_id for part in plan.plans}, plan.name)
+            if not plan.plans:
+                fatal = [str(problem) for problem in problems if problem.fatal]
+                asked.refusals = fatal or ["it asks for nothing"]
+                self._settle(plan.uid, asked)
+                continue
+            self._asked.update(dict.fromkeys(asked.waits_for, asked))
+            if not batch:
+                # Runs when `follow` waits for the server again: the whole listing is here by then.
+                self._loop.call_soon(take)
+            batch.append(plan)
+
+    # ---- answers, status and Events out ---------------------------------------------------------
+
+    async def answer(self, plan_id: str, *, ok: bool, text: str) -> None:
+        """Write it into the ScalePlan's status, or say that the job follows the new spec."""
+        asked = self._asked.pop(plan_id, None)
+        if asked is None:
+            return
+        asked.waits_for.discard(plan_id)
+        asked.texts.append(text)
+        if not ok:
+            asked.refusals.append(text)
+        if not asked.waits_for:
+            self._settle(plan_id, asked)
+
+    def _settle(self, key: str, asked: _Asked) -> None:
+        """Everything of it is answered: say so."""
+        what = f"ScalePlan {asked.name}" if asked.name else "the changed spec"
+        if asked.refusals:
+            self._news.put("PlanRefused", f"{what} is refused: {asked.summary()}", is_warning=True)
+        elif not asked.is_first:
+            self._news.put("PlanDone", f"{what} is done: {asked.summary()}", is_warning=False)
+        if asked.observed is None:
+            self._put_answer(key, asked)
+        else:
+            # A refused change too: it is not asked again, and the Event says why.
+            self._observed = asked.observed
+            self._put_status()
+
+    def _put_answer(self, key: str, asked: _Asked) -> None:
+        phase = "Failed" if asked.refusals else "Succeeded"
+        status = {
+            "phase": phase,
+            "message": asked.summary(),
+            "finishTime": stamp(self._wall()),
+        }
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": "ScalePlan",
+            "metadata": {"name": asked.name, "namespace": self._job.namespace},
+            "status": status,
+        }
+
+        async def write() -> None:
+            await self._api.apply(
+                SCALEPLANS,
+                asked.name,
+                body,
+                self._job.namespace,
+                manager=names.MASTER_MANAGER,
+                subresource="status",
+            )
+
+        self._outbox.put(f"answer to ScalePlan {asked.name} ({key})", write)
+
+    async def show(self, view: Mapping[str, object]) -> None:
+        """Write it into the ElasticJob's status, if that says anything new."""
+        self._view = view
+        self._put_status()
+
+    def _put_status(self) -> None:
+        if self._view is not None:
+            self._outbox.put("status of the ElasticJob", self._write_status)
+
+    async def _write_status(self) -> None:
+        assert self._view is not None
+        status = status_of(self._view, self._status, stamp(self._wall()), self._observed)
+        said = {name: value for name, value in status.items() if name != "lastReconcileTime"}
+        if said == self._written or self._is_deleted:
+            return
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": "ElasticJob",
+            "metadata": {"name": self._job.name, "namespace": self._job.namespace},
+            "status": status,
+        }
+        await self._api.apply(
+            ELASTICJOBS,
+            self._job.name,
+            body,
+            self._job.namespace,
+            manager=names.MASTER_MANAGER,
+            subresource="status",
+        )
+        self._status, self._written = status, said
+
+    async def tell(self, kind: str, text: str) -> None:
+        """Make an Event of what a person wants to see in `kubectl describe`."""
+        self._news.tell(kind, text)
+
+    async def close(self) -> None:
+        """Write what is still waiting, within FLUSH_S."""
+        if not await self._outbox.close(FLUSH_S):
+            self._say(f"not everything could be written within {FLUSH_S:g} s")
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Plan]:
+    """From one spec to the next; everything if there was none before.
+
+    What goes for the whole job goes with the workers.
+    """
+    spec_id = f"spec-{after['generation']}"
+    old, new = before.get("replicas", {}), after["replicas"]
+    suspend = after["suspend"] if before.get("suspend") != after["suspend"] else None
+    plans = []
+    nodes = new.get(WORKER) if old.get(WORKER) != new.get(WORKER) else None
+    if nodes is not None or suspend is not None:
+        plans.append(Plan(plan_id=spec_id, nodes=nodes, suspend=suspend))
+    for role in new:
+        if role != WORKER and role in old and old[role] != new[role]:
+            plans.append(Plan(plan_id=f"{spec_id}/{role}", role=role, nodes=new[role]))
+    return plans

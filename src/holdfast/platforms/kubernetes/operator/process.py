@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator at work: watches, and one keeper for each job.
+
+Each job has a task of its own. What goes wrong with one, even a bug, is that job's affair: it is
+tried again after growing pauses, and the others do not notice.
+"""
+
+import asyncio
+import random
+import traceback
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import assert_never
+
+import msgspec
+
+from holdfast.model.errors import HoldfastError
+from holdfast.platforms.kubernetes import names
+from holdfast.platforms.kubernetes.answers import Conflict, Rejected
+from holdfast.platforms.kubernetes.api import Api
+from holdfast.platforms.kubernetes.events import About, EventLog
+from holdfast.platforms.kubernetes.kinds import (
+    ELASTICJOBS,
+    PODS,
+    PVCS,
+    ROLE_BINDINGS,
+    ROLES,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+    SERVICES,
+    Kind,
+)
+from holdfast.platforms.kubernetes.manifest import ElasticJob
+from holdfast.platforms.kubernetes.operator import objects
+from holdfast.platforms.kubernetes.operator import reconcile as rec
+from holdfast.platforms.kubernetes.operator.observed import SELECTOR, Child, MasterPod, Observed
+from holdfast.platforms.kubernetes.operator.sight import Key, Sight, read_child
+from holdfast.platforms.kubernetes.pods import Pod
+from holdfast.platforms.kubernetes.watching import Listed, follow
+from holdfast.runtime.observe import Say, wall_clock
+
+AROUND_MASTERS = (PODS, SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, PVCS)
+"""What is watched besides the jobs. Secrets are not: nobody needs the right to read them."""
+
+PAUSE_S = 0.5
+PAUSE_MAX_S = 30.0
+AFTER_A_BUG_S = 30.0
+
+
+class Operator:
+    """Looks after all jobs of some namespaces, or of the cluster."""
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        namespaces: Sequence[str] = (),
+        default_image: str = "",
+        say: Say,
+        now: Callable[[], float] = wall_clock,
+    ) -> None:
+        """No `namespaces` means all. `default_image` is what masters run, where no job says."""
+        self._api = api
+        self._namespaces: Sequence[str | None] = namespaces or (None,)
+        self._default_image = default_image
+        self._say, self._now = say, now
+        self._events = EventLog(api, names.OPERATOR_MANAGER, now=now)
+        self._sight = Sight()
+        self._keepers: dict[Key, _Keeper] = {}
+        self._unlisted: set[tuple[Kind, str | None]] = set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        streams = [(kind, ns) for ns in self._namespaces for kind in (ELASTICJOBS, *AROUND_MASTERS)]
+        self._unlisted = set(streams)
+        watches = [asyncio.create_task(self._watch(*stream)) for stream in streams]
+        try:
+            await asyncio.gather(*watches)
+        finally:
+            await _end(watches)
+            keepers = [keeper.task for keeper in self._keepers.values()]
+            self._keepers.clear()
+            await _end(keepers)
+
+    async def _watch(self, kind: Kind, namespace: str | None) -> None:
+        changes = self._follow_jobs if kind == ELASTICJOBS else self._follow_children
+        async with aclosing(changes(kind, namespace)) as keys:
+            async for key in keys:
+                if key is not None:
+                    self._wake(key)
+                    continue
+                self._unlisted.discard((kind, namespace))
+                if not self._unlisted:
+                    # Only now is it known what is missing, and what is merely not seen yet.
+                    for keeper in self._keepers.values():
+                        keeper.changed.set()
+
+    async def _follow_jobs(
+        self, kind: Kind, namespace: str | None
+    ) -> AsyncGenerator[Key | None, None]:
+        """Jobs that have changed; None when all have been told."""
+        async for seen in follow(self._api, kind, namespace, say=self._say):
+            if isinstance(seen, Listed):
+                yield None
+            elif (key := self._sight.see_job(seen.obj, gone=seen.gone)) is not None:
+                yield key
+
+    async def _follow_children(
+        self, kind: Kind, namespace: str | None
+    ) -> AsyncGenerator[Key | None, None]:
+        async for seen in follow(
+            self._api, kind, namespace, labels=SELECTOR, type=read_child(kind), say=self._say
+        ):
+            if isinstance(seen, Listed):
+                yield None
+            else:
+                yield self._sight.see_child(kind, seen.obj, gone=seen.gone)
+
+    # ---- keepers ---------------------------------------------------------------------------------
+
+    def _wake(self, key: Key) -> None:
+        """Have somebody look at this job, if there is one."""
+        uid = self._sight.uid(key)
+        keeper = self._keepers.get(key)
+        if keeper is not None and keeper.uid != uid:
+            keeper.task.cancel()
+            del self._keepers[key]
+            keeper = None
+        if keeper is None and uid:
+            keeper = self._keepers[key] = _Keeper(key, uid)
+            self._start(keeper)
+        if keeper is not None and not self._unlisted:
+            keeper.changed.set()
+
+    def _start(self, keeper: "_Keeper") -> None:
+        keeper.task = asyncio.create_task(self._keep(keeper))
+        keeper.task.add_done_callback(lambda task: self._after(keeper, task))
+
+    def _after(self, keeper: "_Keeper", task: "asyncio.Task[None]") -> None:
+        """A keeper never ends by itself: this is a bug, and must not be the end of this job."""
+        if task.cancelled() or (exc := task.exception()) is None:
+            return
+        lines = "".join(traceback.format_exception(exc))
+        self._say(f"{keeper}: a bug in the operator; tried again in {AFTER_A_BUG_S:g} s\n{lines}")
+        keeper.changed.set()
+        asyncio.get_running_loop().call_later(AFTER_A_BUG_S, self._start_again, keeper)
+
+    def _start_again(self, keeper: "_Keeper") -> None:
+        if self._keepers.get(keeper.key) is keeper:
+            self._start(keeper)
+
+    async def _keep(self, keeper: "_Keeper") -> None:
+        """Look at one job whenever something has changed, and do what is to be done."""
+        wait_s: float | None = None
+        pause_s = PAUSE_S
+        while True:
+            await keeper.wait(wait_s)
+            seen = self._sight.observed(keeper.key)
+            if seen is None:
+                return
+            try:
+                decision = rec.reconcile(seen, self._now(), default_image=self._default_image)
+                await self._perform(seen, decision.actions)
+            except HoldfastError as exc:
+                await self._failed(seen, exc)
+                await keeper.pause(pause_s, self._sight)
+                wait_s, pause_s = 0.0, min(2 * pause_s, PAUSE_MAX_S)
+            else:
+                pause_s = PAUSE_S
+                again_at = decision.again_at
+                wait_s = None if again_at is None else max(0.0, again_at - self._now())
+
+    async def _failed(self, seen: Observed, exc: HoldfastError) -> None:
+        """Say why; if the server refuses what the job needs, the user must learn it too."""
+        if isinstance(exc, Conflict):
+            return  # Somebody else was faster; the next look shows what they did.
+        self._say(f"{seen.job.namespace}/{seen.job.name}: {exc}")
+        if not isinstance(exc, Rejected):
+            return
+        try:
+            await self._perform(seen, rec.refused(seen, str(exc), self._now()))
+        except HoldfastError as more:
+            self._say(f"{seen.job.namespace}/{seen.job.name}: {more}")
+
+    # ---- actions ---------------------------------------------------------------------------------
+
+    async def _perform(self, seen: Observed, actions: Sequence[rec.Action]) -> None:
+        job, api = seen.job, self._api
+        for action in actions:
+            match action:
+                case rec.Confirm():
+                    await self._confirm(seen)
+                case rec.Apply(kind, body):
+                    await self._apply(kind, body)
+                case rec.Create(kind, body):
+                    await self._create(kind, body)
+                case rec.CreateSecret():
+                    await self._create_secret(job)
+                case rec.RemovePod(name, uid):
+                    await api.delete(PODS, name, job.namespace, uid=uid)
+                case rec.StopNodes():
+                    await self._stop_nodes(job)
+                case rec.WriteStatus():
+                    await self._write_status(seen, action)
+                case rec.Tell():
+                    await self._tell(job, action)
+                case rec.DeleteJob():
+                    self._say(f"{job.namespace}/{job.name}: its time after the end is over")
+                    await api.delete(ELASTICJOBS, job.name, job.namespace, uid=job.uid)
+                case _:
+                    assert_never(action)
+
+    async def _confirm(self, seen: Observed) -> None:
+        obj = await self._api.get(ELASTICJOBS, seen.job.name, seen.job.namespace)
+        if obj["metadata"]["resourceVersion"] != seen.resource_version:
+            self._sight.hear_job(obj, seen.resource_version)
+            raise Conflict(f"the job {seen.job.name} has changed meanwhile")
+
+    async def _apply(self, kind: Kind, body: dict[str, object]) -> None:
+        wanted = msgspec.convert(body, read_child(kind))
+        asked_at = self._sight.version(kind, wanted)
+        metadata = wanted.metadata
+        manager = names.OPERATOR_MANAGER
+        obj = await self._api.apply(kind, metadata.name, body, metadata.namespace, manager=manager)
+        self._sight.hear_child(kind, msgspec.convert(obj, read_child(kind)), asked_at)
+
+    async def _create(self, kind: Kind, body: dict[str, object]) -> None:
+        wanted = msgspec.convert(body, read_child(kind))
+        asked_at = self._sight.version(kind, wanted)
+        try:
+            obj = await self._api.create(kind, body, wanted.metadata.namespace)
+        except Conflict:
+            return  # It is there; the watch brings it, or has.
+        made: MasterPod | Child = msgspec.convert(obj, read_child(kind))
+        self._say(f"{wanted.metadata.namespace}: {kind.plural} {wanted.metadata.name} is made")
+        self._sight.hear_child(kind, made, asked_at)
+
+    async def _create_secret(self, job: ElasticJob) -> None:
+        try:
+            await self._api.create(SECRETS, objects.secret(job, self._now()), job.namespace)
+        except Conflict:
+            return  # Its name has the job's uid: it is this job's, and stays for its life.
+
+    async def _stop_nodes(self, job: ElasticJob) -> None:
+        labels = names.selector(job.name)
+        listing = await self._api.list(PODS, job.namespace, labels=labels, type=Pod)
+        await asyncio.gather(
+            *(
+                self._api.delete(PODS, pod.metadata.name, job.namespace, uid=pod.metadata.uid)
+                for pod in listing.items
+                if pod.is_of(job.uid) and pod.node_id is not None
+            )
+        )
+
+    async def _write_status(self, seen: Observed, action: rec.WriteStatus) -> None:
+        job = seen.job
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": "ElasticJob",
+            "metadata": {
+                "name": job.name,
+                "namespace": job.namespace,
+                "uid": job.uid,
+                # Nothing that the master has written since is overwritten: Conflict instead.
+                "resourceVersion": seen.resource_version,
+            },
+            "status": action.status,
+        }
+        obj = await self._api.apply(
+            ELASTICJOBS,
+            job.name,
+            body,
+            job.namespace,
+            manager=names.OPERATOR_MANAGER,
+            subresource="status",
+        )
+        self._sight.hear_job(obj, seen.resource_version)
+
+    async def _tell(self, job: ElasticJob, event: rec.Tell) -> None:
+        """Events help people and nothing else: one that cannot be written holds up nothing."""
+        self._say(f"{job.namespace}/{job.name}: {event.reason}: {event.text}")
+        about = About(
+            api_version=names.API_VERSION,
+            kind="ElasticJob",
+            name=job.name,
+            namespace=job.namespace,
+            uid=job.uid,
+        )
+        try:
+            await self._events.tell(about, event.reason, event.text, warning=event.warning)
+        except HoldfastError as exc:
+            self._say(f"{job.namespace}/{job.name}: the Event was not written: {exc}")
+
+
+class _Keeper:
+    """Who looks after one job."""
+
+    task: "asyncio.Task[None]"
+
+    def __init__(self, key: Key, uid: str) -> None:
+        self.key, self.uid = key, uid
+        self.changed = asyncio.Event()
+
+    def __str__(self) -> str:
+        return "/".join(self.key)
+
+    async def wait(self, seconds: float | None) -> None:
+        """Until something changes, or so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.changed.wait()
+        except TimeoutError:
+            pass
+        self.changed.clear()
+
+    async def pause(self, seconds: float, sight: Sight) -> None:
+        """So long, or until the manifest is another one: that may be the remedy."""
+        generation = sight.generation(self.key)
+        try:
+            async with asyncio.timeout(seconds * random.uniform(0.5, 1.0)):
+                while sight.generation(self.key) == generation:
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            return
+
+
+async def _end(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

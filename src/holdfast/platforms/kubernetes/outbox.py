@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes that must arrive, whatever becomes of the API server meanwhile, and hold nobody up."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from holdfast.platforms.kubernetes.answers import NotFound, Refusal, Unavailable
+from holdfast.runtime.observe import Say
+
+PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Between two tries while nobody answers, each shortened at random."""
+
+FORBIDDEN = 403
+FORBIDDEN_TRIES = 6
+"""A server that has just started may forbid for a moment what it allows; a missing right it forbids
+for ever."""
+
+Write = Callable[[], Awaitable[None]]
+
+
+class Outbox:
+    """Does writes one after the other, in the order in which their keys came first.
+
+    Of one key only the newest counts. What nobody answered is done again; what the server refuses
+    is said once and dropped; what concerns an object that is gone is dropped without a word.
+    """
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._writes: dict[str, Write] = {}
+        self._has_work = asyncio.Event()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self._worker = asyncio.create_task(self._work())
+
+    def put(self, key: str, write: Write) -> None:
+        """Have it done, instead of an older write of this key that is not done yet."""
+        self._writes[key] = write
+        self._is_empty.clear()
+        self._has_work.set()
+
+    async def close(self, within_s: float) -> bool:
+        """Wait until everything is done, but not for longer; whether it was."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._is_empty.wait()
+        except TimeoutError:
+            pass
+        self._worker.cancel()
+        await asyncio.gather(self._worker, return_exceptions=True)
+        return self._is_empty.is_set()
+
+    async def _work(self) -> None:
+        failures = forbidden = 0
+        while True:
+            await self._has_work.wait()
+            key, write = next(iter(self._writes.items()))
+            try:
+                await write()
+            except Unavailable as exc:
+                if failures == 0:
+                    self._say(f"{exc}; what is to be written waits until it answers")
+                await pause(failures, exc.retry_after_s)
+                failures += 1
+                continue
+            except NotFound:
+                pass
+            except Refusal as exc:
+                if exc.status == FORBIDDEN and forbidden < FORBIDDEN_TRIES:
+                    await pause(forbidden)
+                    forbidden += 1
+                    continue
+                self._say(f"the {key} cannot be written: {exc}")
+            failures = forbidden = 0
+            # A newer one may have come meanwhile.
+            if self._writes[key] is write:
+                del self._writes[key]
+            if not self._writes:
+                self._has_work.clear()
+                self._is_empty.set()
+
+
+async def pause(failures: int, least_s: float = 0.0) -> None:
+    """Longer and longer, and not as long as everybody else."""
+    pause_s = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
+    await asyncio.sleep(max(least_s, pause_s * random.uniform(0.5, 1.0)))

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an ElasticJob to the rules that its master goes by."""
+
+from dataclasses import replace
+
+from holdfast.model.job import JobSpec
+from holdfast.model.order import WORKER
+from holdfast.platforms.kubernetes.manifest import ElasticJob, Role
+from holdfast.platforms.kubernetes.plain_roles import plain_roles, relaunches
+
+ALL = "all"
+
+
+def job_spec(job: ElasticJob, patience: JobSpec) -> JobSpec:
+    """The rules of the job. How long to wait for an agent (`patience`) the manifest does not say.
+
+    How few nodes may train, in which units, and how often workers are restarted, the nodes' own
+    command says: `holdfast run --nnodes 2:4 ...`.
+    """
+    worker = job.roles.get(WORKER, Role())
+    critical, critical_others = _critical(worker)
+    return replace(
+        patience,
+        managed=True,
+        size_from_platform=True,
+        max_nodes=max(worker.replicas, 1),
+        suspended=job.suspend,
+        node_memory_mib=worker.resources.memory_mib,
+        memory_max_mib=_memory_max_mib(job, worker),
+        node_relaunches=relaunches(worker.restart_count, of_the_program=True),
+        roles=plain_roles(job),
+        critical=critical,
+        critical_others=critical_others,
+        priority=worker.priority,
+        groups=dict(job.groups),
+        pending_timeout_s=job.pending_timeout_s,
+        pending_strategy=str(job.pending_strategy),
+    )
+
+
+def _critical(worker: Role) -> tuple[dict[int, int], int | None]:
+    """The ranks without which the job cannot go on, and how often each may be relaunched."""
+    if worker.critical_nodes == ALL:
+        return {}, worker.restart_count
+    return dict(worker.critical_ranks), None
+
+
+def _memory_max_mib(job: ElasticJob, worker: Role) -> int:
+    """Up to here the memory of a node that ran out of it is raised; 0 for no limit.
+
+    The limit is for all nodes together. An equal part for each keeps it, whoever is raised.
+    """
+    limit = job.resource_limits.memory_mib
+    if limit == 0:
+        return 0
+    return max(limit // max(worker.replicas, 1), worker.resources.memory_mib)

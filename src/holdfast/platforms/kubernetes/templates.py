@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be told about a pod template without a cluster: its main container, and its mistakes.
+
+A template is never changed here, and mostly not understood: Kubernetes judges it when the first pod
+is made. But an API server forgets a field that it does not know without a word, so that misspelt
+fields of a pod or a container are noted here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.platforms.kubernetes import quantities
+from holdfast.platforms.kubernetes.fields import Fields, show, suggestion
+
+MAIN = "main"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Amounts; 0 where nothing was said."""
+
+    cpu_milli: int = 0
+    memory_mib: int = 0
+    gpus: int = 0
+
+
+NOTHING = Resources()
+
+
+def main_container(template: Mapping[str, Any]) -> int | None:
+    """Which container is the node: the only one, or the one called "main"; None if none is."""
+    spec = template.get("spec")
+    containers = spec.get("containers") if isinstance(spec, Mapping) else None
+    if not isinstance(containers, list):
+        return None
+    named = [
+        index
+        for index, container in enumerate(containers)
+        if isinstance(container, Mapping) and container.get("name") == MAIN
+    ]
+    if len(named) == 1:
+        return named[0]
+    return 0 if len(containers) == 1 and isinstance(containers[0], Mapping) else None
+
+
+def read_template(fields: Fields, *, is_master: bool = False) -> Resources:
+    """What the main container asks for; what is wrong with the template is noted."""
+    fields.raw("metadata")
+    spec = fields.nested("spec")
+    fields.rest()
+    written = list(spec.items("containers"))
+    containers = [container for container, _ in written]
+    _note_unknown(spec, POD_FIELDS)
+    for container in containers:
+        _note_unknown(container, CONTAINER_FIELDS)
+    if spec.raw("restartPolicy") not in (None, "Never"):
+        spec.note("restartPolicy", "pods always have Never: the job replaces its nodes itself")
+    main = main_container({"spec": {"containers": [value for _, value in written]}})
+    if main is None:
+        said = "none is" if containers else "there is none"
+        spec.problem("containers", f'one container must be called "{MAIN}", {said}')
+        return NOTHING
+    return _read_main(containers[main], is_master=is_master)
+
+
+def _read_main(container: Fields, *, is_master: bool) -> Resources:
+    if is_master:
+        for name in ("command", "args"):
+            if container.has(name):
+                container.note(name, "is not used: the operator starts its own master")
+        if container.has("image"):
+            container.note("image", "is used only if neither masterImage nor the operator has one")
+    elif not container.text("image"):
+        container.problem("image", "a node needs an image")
+    resources = container.nested("resources")
+    requests = read_resources(resources.nested("requests"))
+    limits = read_resources(resources.nested("limits"))
+    return Resources(
+        cpu_milli=requests.cpu_milli or limits.cpu_milli,
+        memory_mib=requests.memory_mib or limits.memory_mib,
+        gpus=requests.gpus or limits.gpus,
+    )
+
+
+def _note_unknown(fields: Fields, known: tuple[str, ...]) -> None:
+    # Not a reason to stop: a newer Kubernetes may well know the field.
+    for name in fields.names():
+        if name not in known:
+            fields.note(name, f"unknown field of Kubernetes{suggestion(name, list(known))}")
+
+
+def read_resources(fields: Fields) -> Resources:
+    """Amounts under the names that Kubernetes and the prior art have for them."""
+    gpus = 0
+    for name in fields.names():
+        if name == "gpu" or "nvidia.com" in name or name.endswith("/gpu"):
+            gpus = _amount(fields, name, quantities.whole, "4")
+        elif "/" in name or name == "ephemeral-storage" or name.startswith("hugepages-"):
+            fields.raw(name)  # A device of some other kind: the pod's own affair.
+    memory_mib = _amount(fields, "memory", quantities.mib, "16Gi or 512Mi")
+    memory = fields.raw("memory")
+    if memory_mib == 1 and quantities.amount(f"{memory}Mi") is not None:
+        fields.problem("memory", f"{memory} is in bytes, did you mean {memory}Mi?")
+    cpu_milli = _amount(fields, "cpu", quantities.milli, "8 or 500m")
+    fields.rest()
+    return Resources(cpu_milli=cpu_milli, memory_mib=memory_mib, gpus=gpus)
+
+
+def _amount(fields: Fields, name: str, unit: Callable[[object], int | None], like: str) -> int:
+    value = fields.raw(name)
+    if value is None:
+        return 0
+    number = unit(value)
+    if number is None:
+        fields.problem(name, f"must be an amount such as {like}, not {show(value)}")
+    return number or 0
+
+
+POD_FIELDS = tuple(
+    """
+    activeDeadlineSeconds affinity automountServiceAccountToken containers dnsConfig dnsPolicy
+    enableServiceLinks ephemeralContainers hostAliases hostIPC hostNetwork hostPID hostUsers
+    hostname hostnameOverride imagePullSecrets initContainers nodeName nodeSelector os overhead
+    preemptionPolicy priority priorityClassName readinessGates resourceClaims resources
+    restartPolicy runtimeClassName schedulerName schedulingGates securityContext serviceAccount
+    serviceAccountName setHostnameAsFQDN shareProcessNamespace subdomain
+    terminationGracePeriodSeconds tolerations topologySpreadConstraints volumes
+    """.split()  # noqa: SIM905 (a paragraph, not a page)
+)
+CONTAINER_FIELDS = tuple(
+    """
+    args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports
+    readinessProbe resizePolicy resources restartPolicy restartPolicyRules securityContext
+    startupProbe stdin stdinOnce terminationMessagePath terminationMessagePolicy tty volumeDevices
+    volumeMounts workingDir
+    """.split()  # noqa: SIM905 (a paragraph, not a page)
+)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follow all objects of a kind for ever: a list, then every change, through outages of any length.
+
+After an outage it goes on from the last version that it knows of. If the server no longer knows
+that version, it lists again and tells what is gone meanwhile. While nobody answers it says nothing
+about any object: what cannot be looked up is unknown, not gone.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Generic
+
+from holdfast.model.errors import RejectedError, RetryableError
+from holdfast.platforms.kubernetes.answers import Change, Expired, Listing, Meta, T, Unavailable
+from holdfast.platforms.kubernetes.api import Api
+from holdfast.platforms.kubernetes.kinds import Kind
+from holdfast.runtime.observe import Say
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+RETRY_AFTER_MAX_S = 60.0
+"""A server may ask to be left alone for longer; it is asked after this long all the same."""
+SOUND_S = 30.0
+"""A watch that lasted this long was no failure, even if nothing happened in it."""
+PAGE = 250
+"""Smaller pages than a list has by itself: a page is in memory as a whole."""
+
+Name = tuple[str, str]
+"""Namespace and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(Generic[T]):
+    """An object as it is now, or, if it is gone, as it was at last."""
+
+    obj: T
+    meta: Meta
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Every object has been told: what is not among these names does not exist."""
+
+    names: frozenset[Name]
+
+
+async def follow(
+    api: Api,
+    kind: Kind,
+    namespace: str | None = None,
+    *,
+    labels: str = "",
+    fields: str = "",
+    type: type[T] = dict,  # type: ignore[assignment]
+    say: Say | None = None,
+) -> AsyncGenerator[Seen[T] | Listed, None]:
+    """All objects, `Listed`, and every change; never ends. `say` hears of outages, once each."""
+    known: dict[Name, Seen[T]] = {}
+    version = ""
+    patience = _Patience(kind, say)
+    while True:
+        began = asyncio.get_running_loop().time()
+        try:
+            if not version:
+                listing = await api.list(
+                    kind, namespace, labels=labels, fields=fields, limit=PAGE, type=type
+                )
+                patience.answered()
+                for seen in _compare(known, listing):
+                    yield seen
+                yield Listed(frozenset(known))
+                version = listing.resource_version
+            watch = api.watch(
+                kind,
+                namespace,
+                resource_version=version,
+                labels=labels,
+                fields=fields,
+                type=type,
+                opened=patience.answered,
+            )
+            async with aclosing(watch) as changes:
+                async for change in changes:
+                    version = change.meta.resource_version
+                    patience.renew()
+                    if change.obj is not None:
+                        yield _note(known, change, change.obj)
+        except Expired:
+            version = ""
+        except (RetryableError, RejectedError) as exc:
+            patience.failed(exc)
+        if asyncio.get_running_loop().time() - began > SOUND_S:
+            patience.renew()
+        await patience.pause()
+
+
+def _compare(known: dict[Name, Seen[T]], listing: Listing[T]) -> list[Seen[T]]:
+    """What a list tells: first what is gone, then all there is. `known` becomes what it says."""
+    there = [Seen(obj, meta) for obj, meta in zip(listing.items, listing.metas, strict=True)]
+    # By uid: another object of the same name may have taken its place.
+    uids = {seen.meta.uid for seen in there}
+    gone = [replace(seen, gone=True) for seen in known.values() if seen.meta.uid not in uids]
+    known.clear()
+    known.update({(seen.meta.namespace, seen.meta.name): seen for seen in there})
+    return gone + there
+
+
+def _note(known: dict[Name, Seen[T]], change: Change[T], obj: T) -> Seen[T]:
+    name = (change.meta.namespace, change.meta.name)
+    seen = Seen(obj, change.meta, gone=change.verb == "DELETED")
+    if seen.gone:
+        known.pop(name, None)
+    else:
+        known[name] = seen
+    return seen
+
+
+class _Patience:
+    """How long to wait before the next try, and what to tell people meanwhile."""
+
+    def __init__(self, kind: Kind, say: Say | None) -> None:
+        self._what = kind.plural
+        self._say = say
+        self._pause_s = FIRST_PAUSE_S
+        self._least_s = 0.0
+        self._failing_since: float | None = None
+
+    def failed(self, exc: Exception) -> None:
+        """Nobody answered, or not what was wanted."""
+        self._least_s = exc.retry_after_s if isinstance(exc, Unavailable) else 0.0
+        if self._failing_since is None:
+            self._failing_since = asyncio.get_running_loop().time()
+            self._tell(f"{self._what} cannot be watched, trying again until they can: {exc}")
+
+    def answered(self) -> None:
+        """The server gave what was asked for."""
+        if self._failing_since is not None:
+            took_s = asyncio.get_running_loop().time() - self._failing_since
+            self._failing_since = None
+            self._tell(f"{self._what} are watched again after {took_s:.0f} s")
+
+    def renew(self) -> None:
+        """All is well: the next pause is short again."""
+        self._pause_s = FIRST_PAUSE_S
+
+    async def pause(self) -> None:
+        # Not all at the same moment, when a server comes back that many wait for.
+        pause_s = max(self._pause_s * random.uniform(0.5, 1.0), self._least_s)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._least_s = 0.0
+        await asyncio.sleep(min(pause_s, RETRY_AFTER_MAX_S))
+
+    def _tell(self, text: str) -> None:
+        if self._say is not None:
+            self._say(text)
