@@ -2,14 +2,19 @@
 """What a master does with a desk, whichever it is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.master.process import MasterSettings, Surroundings, run_master
+from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
-from holdfast.model.order import Plan
+from holdfast.model.node import ExitReason, Phase
+from holdfast.model.order import WORKER, Order, Plan
+from holdfast.model.role import RoleSpec
+from holdfast.ports.platform import Sighting
 from holdfast.protocol import messages as m
 
 WAIT_S = 60.0
@@ -42,8 +47,10 @@ class PaperDesk:
         self.is_closed = True
 
 
-async def serve(folder: Path, desk: PaperDesk) -> m.JobEnded | None:
-    """A master without a platform, beside this desk."""
+async def serve(
+    folder: Path, desk: PaperDesk, spec: JobSpec | None = None, **surroundings: Any
+) -> m.JobEnded | None:
+    """A master beside this desk, without a platform unless one is given."""
     settings = MasterSettings(
         job="test",
         listen="127.0.0.1:0",
@@ -53,14 +60,14 @@ async def serve(folder: Path, desk: PaperDesk) -> m.JobEnded | None:
         tls_cert=None,
         tls_key=None,
         insecure=False,
-        spec=JobSpec(),
+        spec=spec or JobSpec(),
     )
     said: list[str] = []
     return await run_master(
         settings,
         say=said.append,
         announce=said.append,
-        surroundings=Surroundings(make_desk=lambda: desk),
+        surroundings=Surroundings(make_desk=lambda: desk, **surroundings),
     )
 
 
@@ -113,3 +120,54 @@ def test_a_desk_that_fails_ends_the_master(tmp_path: Path, monkeypatch: pytest.M
         assert desk.is_closed
 
     asyncio.run(scene())
+
+
+class PaperPlatform:
+    """Every node runs as soon as it is ordered."""
+
+    def __init__(self, known: Collection[NodeId]) -> None:
+        self.known = set(known)
+        self._seen: asyncio.Queue[Sighting] = asyncio.Queue()
+
+    async def launch(self, order: Order) -> None:
+        self._seen.put_nowait(Sighting(node_id=order.node_id, phase=Phase.RUNNING))
+
+    async def remove(self, node_id: NodeId) -> None:
+        pass
+
+    async def watch(self) -> AsyncIterator[Sighting]:
+        while True:
+            yield await self._seen.get()
+
+    async def close(self) -> None:
+        pass
+
+
+def test_the_next_master_tells_the_platform_which_nodes_there_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node without an agent that vanished between two masters would never be missed."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    roles = {WORKER: RoleSpec(nodes=2, relaunches=dict.fromkeys(ExitReason, 1))}
+    spec = JobSpec(managed=True, roles=roles)
+    platforms: list[PaperPlatform] = []
+
+    def make_platform(known: Collection[NodeId]) -> PaperPlatform:
+        platforms.append(PaperPlatform(known))
+        return platforms[-1]
+
+    async def one_master() -> None:
+        desk = PaperDesk()
+        serving = asyncio.create_task(serve(tmp_path, desk, spec, make_platform=make_platform))
+        async with asyncio.timeout(WAIT_S):
+            while not serving.done():
+                view = await desk.views.get()
+                phases = [row["phase"] for row in view["nodes"]]  # type: ignore[attr-defined]
+                if phases == [Phase.RUNNING, Phase.RUNNING]:
+                    break
+            desk.handed_in.put_nowait(None)
+            await serving
+
+    asyncio.run(one_master())
+    asyncio.run(one_master())
+    assert [platform.known for platform in platforms] == [set(), {0, 1}]

@@ -149,7 +149,7 @@ class Engine:
         """Those that the platform had when the last master looked."""
         return frozenset(
             cast(NodeId, row["node_id"])
-            for row in self.core.nodes.view()
+            for row in (*self.core.nodes.view(), *self.core.roles.view())
             if row["phase"] in (Phase.PENDING, Phase.RUNNING)
         )
 
