@@ -12,6 +12,7 @@ import select
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import psutil
 
 from tests.waiting import until
 
+ROOT = Path(__file__).resolve().parents[2]
 MEMORY = Path("/sys/fs/cgroup/memory")
 GROUPS = "holdfast-test-"
 LIMIT_S = 60.0
@@ -203,6 +205,15 @@ def own_group() -> Path:
     raise FileNotFoundError("this machine has no memory control groups of version 1")
 
 
+def image() -> list[Path]:
+    """The folders with this repository, its virtual environment and the Python under that."""
+    found: list[Path] = []
+    for folder in (ROOT, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()):
+        if not any(folder.is_relative_to(other) for other in (*found, Path("/usr"))):
+            found.append(folder)
+    return found
+
+
 def start_script(design: Design, folder: Path, memory: Path) -> str:
     """A shell script that builds the container around itself and becomes its command."""
     root = folder / "root"
@@ -228,6 +239,11 @@ def start_script(design: Design, folder: Path, memory: Path) -> str:
         lines += [make, f'mount --bind {shlex.quote(str(mount.source))} "$target"']
         if mount.read_only:
             lines.append('mount -o remount,bind,ro "$target"')
+    for source in image():
+        # They may be on file systems of their own, or below a folder that is another one here.
+        target = shlex.quote(f"{root}{source}")
+        lines += [f"mkdir -p {target}", f"mount --bind {shlex.quote(str(source))} {target}"]
+        lines.append(f"mount -o remount,bind,ro {target}")
     lines.append(f"mkdir -p {root}{shlex.quote(design.working_dir)}")
     if design.user:
         # This machine's Python may be in the folder of its administrator.

@@ -10,10 +10,9 @@ from typing import Any
 
 from holdfast.platforms.kubernetes import quantities
 from tests.conftest import RUN_VARIABLE
-from tests.kube.pod_container import Design, Mount
+from tests.kube.pod_container import ROOT, Design, Mount
 from tests.kube.pod_network import GATEWAY
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 API_NAME = "kubernetes.default.svc"
 
