@@ -23,7 +23,7 @@ from tests.kube.cluster import Cluster
 from tests.kube.kubelet import Kubelet, kubelet, missing
 from tests.waiting import until
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(600)]
 LIMIT_S = 60.0
 
 
