@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from holdfast.core.job.node_table import NodeState, NodeTable
 from holdfast.model.job import JobSpec
 from holdfast.model.node import OF_THE_PROGRAM, ExitReason
+from holdfast.model.role import raised_memory_mib
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ def judge(
     if refusal or reason is not ExitReason.OOM or not spec.node_memory_mib:
         return Relaunch(refusal, counts)
     before = memory_of(table, spec, node)
-    raised = min(2 * before, spec.memory_max_mib or 2 * before)
-    if raised <= before:
+    raised = raised_memory_mib(before, spec.memory_max_mib)
+    if not raised:
         rank, most = node.node_rank, f"{before} MiB, the most that a node of this job gets"
         return Relaunch(f"node rank {rank} was out of memory with {most}")
     return Relaunch("", counts, raised)
