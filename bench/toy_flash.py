@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from holdfast.torch import MEMORY, STORAGE, Checkpointer, Tier
 from toy_gpt import RawCopy, build, tensors_of, train_step
 
+OVERLAP_TURNS = 3
 QUIET_S = 1.0
 """The agent computes a digest after each save: the raw copy must not compete with that."""
 
@@ -103,21 +105,19 @@ class Life:
             train_step(self._model, self._optimizer)
 
     def _overlap(self) -> None:
-        """Steps of one thread: alone, beside a save, beside a bare copy; in turns."""
-
-        def step() -> float:
-            return timed(lambda: train_step(self._model, self._optimizer))
-
-        for _ in range(4 * self._options.runs):
-            time.sleep(QUIET_S)
-            plain_s = step()
-            call_s = self._save(MEMORY, overlap=True)
-            with_save_s = step()
-            time.sleep(QUIET_S)
-            copy = self._raw.start_save()
-            with_copy_s = step()
-            copy.join()
-            self._report.add("overlap", call_s, plain_s, with_save_s, with_copy_s)
+        """Steps of one thread: alone, beside a save, beside a bare copy; in changing order."""
+        kinds = ["alone", "save", "copy"]
+        for turn in range(OVERLAP_TURNS * self._options.runs):
+            for kind in kinds[turn % 3 :] + kinds[: turn % 3]:
+                time.sleep(QUIET_S)
+                copy: threading.Thread | None = None
+                if kind == "save":
+                    self._report.add("overlap call", self._save(MEMORY, overlap=True))
+                elif kind == "copy":
+                    copy = self._raw.start_save()
+                self._report.add(f"step {kind}", *train_step(self._model, self._optimizer))
+                if copy is not None:
+                    copy.join()
 
     def _idle(self) -> None:
         """The agent's CPU time over some quiet seconds."""

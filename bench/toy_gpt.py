@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,12 @@ SIZES = {"tiny": (1, 64), "2g": (5, 4), "4g": (10, 2)}
 """Blocks, and which part of GPT-2's vocabulary: with Adam 0.37, 2.1 and 4.2 GB."""
 
 PIECE_BYTES = 16 * 2**20
+WINDOW_BYTES = 2**30
+"""The raw copy goes round and round in so much memory: far more than any cache, and 4 GB fit."""
+
+TOKENS = 256
+"""Few for a training, and enough that the step computes most of the time, as trainings do. With 32
+it waits for memory most of the time."""
 
 
 class Block(nn.Module):
@@ -52,10 +60,11 @@ class Gpt(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY // share, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
-    def forward(self, text: Tensor) -> Tensor:
+    def forward(self, text: Tensor, after_block: Callable[[], None] = lambda: None) -> Tensor:
         hidden: Tensor = self.tokens(text)
         for block in self.blocks:
             hidden = block(hidden)
+            after_block()
         return functional.linear(hidden, self.tokens.weight)
 
 
@@ -71,14 +80,26 @@ def build(size: str) -> tuple[Gpt, torch.optim.Adam]:
     return model, optimizer
 
 
-def train_step(model: Gpt, optimizer: torch.optim.Adam, tokens: int = 32) -> None:
-    """One real step on a few tokens: forward, backward, update."""
+def train_step(model: Gpt, optimizer: torch.optim.Adam, tokens: int = TOKENS) -> list[float]:
+    """One real step. How long its pieces took: each block, the loss, the backward pass, the update.
+
+    In pieces, because a neighbour of this machine disturbs one or two of them at a time.
+    """
     text = torch.randint(model.tokens.num_embeddings, (1, tokens + 1))
-    predicted = model(text[:, :-1])
+    times = [time.perf_counter()]
+
+    def note() -> None:
+        times.append(time.perf_counter())
+
+    predicted = model(text[:, :-1], note)
     loss = functional.cross_entropy(predicted.flatten(0, 1), text[:, 1:].flatten())
+    note()
     optimizer.zero_grad(set_to_none=False)  # New memory at every step would drown the difference.
     loss.backward()  # type: ignore[no-untyped-call]
+    note()
     optimizer.step()
+    note()
+    return [end - begin for begin, end in itertools.pairwise(times)]
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -93,18 +114,18 @@ class RawCopy:
     """Plain memcpy between the state and pre-faulted shared memory, by two threads: the limit."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        total = sum(tensor.nbytes for tensor in tensors)
-        self._memory = mmap.mmap(-1, total)  # Shared and anonymous: tmpfs pages.
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        ctypes.memset(self._base, 1, total)
+        self._memory = mmap.mmap(-1, WINDOW_BYTES)  # Shared and anonymous: tmpfs pages.
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        ctypes.memset(base, 1, WINDOW_BYTES)
         self._pieces: list[tuple[int, int, int]] = []
-        at = self._base
+        at = 0
         for tensor in tensors:
             for start in range(0, tensor.nbytes, PIECE_BYTES):
                 length = min(PIECE_BYTES, tensor.nbytes - start)
-                self._pieces.append((tensor.data_ptr() + start, at + start, length))
-            at += tensor.nbytes
-        self.bytes = total
+                at = at if at + length <= WINDOW_BYTES else 0
+                self._pieces.append((tensor.data_ptr() + start, base + at, length))
+                at += length
+        self.bytes = sum(tensor.nbytes for tensor in tensors)
 
     def save(self) -> float:
         """Seconds to copy the state into the memory."""

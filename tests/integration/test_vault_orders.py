@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.manifest import list_committed
+from holdfast.checkpoint.slots import Slot
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.model.checkpoint import NONE, Series, Version, rank_part
@@ -102,3 +103,52 @@ def test_a_part_that_cannot_be_had_does_not_make_the_others_bad(tmp_path: Path, 
             assert here.said == [f"local rank 0 cannot restore step 1: {problem}"]
 
     run(restores())
+
+
+def test_what_a_worker_restores_from_is_written_when_it_has_restored(
+    tmp_path: Path, run: Run
+) -> None:
+    """The order to save what a failure endangered comes with the agreement on what to restore. Its
+    writing took memory and disk from the very workers that everybody waits for."""
+    directory = f"{tmp_path}/checkpoints"
+
+    async def restores() -> None:
+        async with node(tmp_path, directory) as here:
+            for rank in (0, 1):
+                await here.save(rank, 1, None)
+            worker = here.workers[0]
+            opening = asyncio.create_task(asyncio.to_thread(worker.open_parts, VERSION, (FIRST,)))
+            (locate,) = await here.master.hears(c.PartsLocate, 1)
+            here.master.answer(locate, c.PartsLocated((c.Source(FIRST, FIRST, "memory", 0),)))
+            await opening
+            here.vault.pushed(
+                c.PersistOrder(directory, VERSION, SHAPE, "t1", (FIRST,), "a worker died")
+            )
+            # The answer to another question shows that the vault has had time to begin.
+            await asyncio.to_thread(worker.reserve, FIRST, 1000)
+            assert here.master.said(c.PartsPersisted) == []
+            await asyncio.to_thread(worker.close_parts)
+            (report,) = await here.master.hears(c.PartsPersisted, 1)
+            assert (report.parts, report.problem) == ((FIRST,), "")
+            here.master.answer(report, c.PersistState(VERSION, ""))
+            await here.vault.settle(LIMIT_S)
+
+    run(restores())
+
+
+def test_a_worker_that_starts_is_told_where_its_newest_state_is(tmp_path: Path, run: Run) -> None:
+    async def saves() -> None:
+        async with node(tmp_path, f"{tmp_path}/checkpoints") as here:
+            assert here.vault.newest_of(0) == ()
+            for step in (1, 2):
+                for rank in (0, 1):
+                    await here.save(rank, step, None)
+            for rank in (0, 1):
+                (path,) = here.vault.newest_of(rank)
+                with Slot.open(path, writable=False) as slot:
+                    meta = slot.read()
+                    assert meta is not None
+                    assert (meta.part, meta.version) == (rank_part(rank), Version(0, 2))
+            assert here.vault.newest_of(2) == ()
+
+    run(saves())

@@ -76,6 +76,7 @@ class AgentPorts:
     """What an agent uses of the machine that it runs on. The simulator has its own."""
 
     make_processes: Callable[..., Processes] = Processes
+    make_vault: Callable[..., Vault] = Vault
     reserve_port: Callable[[], ReservedPort] = ReservedPort
     monotonic: Callable[[], float] = time.monotonic
     """The clock of the progress cells."""
@@ -135,7 +136,7 @@ class Agent:
             settings.program, self._processes, self._stream, run=self._run, say=say
         )
         has_tls = settings.tls is not None
-        self._vault = Vault(
+        self._vault = ports.make_vault(
             self._stream, say, settings.token, nproc, has_tls=has_tls, host=settings.host
         )
         self._pulse = Pulse(
@@ -236,7 +237,13 @@ class Agent:
             self._old_port.close()
         self._old_port, self._port = self._port, self._reserve_port()
         self._warmth.round_begins(run)
-        group = self._group = Group(self._settings.program, run, self._processes, self._monotonic)
+        group = self._group = Group(
+            self._settings.program,
+            run,
+            self._processes,
+            self._monotonic,
+            self._vault.newest_of,
+        )
         began = self._loop.time()
         started, how, problem = await group.start()
         took_s = self._loop.time() - began

@@ -41,10 +41,12 @@ class Group:
         run: m.RunWorld,
         processes: Processes,
         monotonic: Callable[[], float],
+        memory_of: Callable[[int], tuple[str, ...]],
     ) -> None:
-        """`monotonic` is the clock of the progress cells."""
+        """`monotonic` is the clock of the progress cells, `memory_of` what a rank may load."""
         self.run = run
         self._monotonic = monotonic
+        self._memory_of = memory_of
         self._program = program
         self._processes = processes
         self._cells: dict[int, ProgressCell] = {}
@@ -102,6 +104,7 @@ class Group:
             stdout=out.worker_end,
             stderr=err.worker_end,
             progress=progress,
+            memory=self._memory_of(self.run.rank_offset + local_rank),
         )
         try:
             return await self._processes.start(order)

@@ -39,6 +39,8 @@ class WorkerOrder:
     stderr: int
     progress: str
     """Path of the worker's progress cell; "" for none."""
+    memory: tuple[str, ...] = ()
+    """Files with what the worker will probably load: it maps them while it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +292,7 @@ class Processes:
             learn=self._spares.enabled,
             progress=order.progress,
             excluded_roots=self._excluded_roots,
+            memory=order.memory,
         )
 
     def _is_quiet(self) -> bool:

@@ -14,6 +14,7 @@ from holdfast.checkpoint.memory import fault_in, low_priority
 from holdfast.checkpoint.slots import Slot
 from holdfast.model.errors import StateError
 from holdfast.torch.staging import Stager
+from holdfast.worker import ahead
 
 
 class MappedSlots:
@@ -23,6 +24,9 @@ class MappedSlots:
         self._stager = stager
         self._slots: dict[str, tuple[tuple[int, int], Slot]] = {}
         self._faulting: list[_Faulting] = []
+        for path, (inode, mapping) in ahead.take().items():
+            slot = Slot(Path(path), mapping, writable=True)
+            self._keep(path, (inode, len(mapping)), slot)
 
     def get(self, path: str) -> Slot:
         """The slot at this path; mapped again when another file has taken its place.
@@ -42,9 +46,12 @@ class MappedSlots:
             self._unmap(path)
         # Should the file change hands after the look at it, the next look finds that out.
         slot = Slot.open(Path(path), writable=True)
+        self._keep(path, identity, slot)
+        return slot
+
+    def _keep(self, path: str, identity: tuple[int, int], slot: Slot) -> None:
         self._slots[path] = (identity, slot)
         self._stager.mapped(slot.address, len(slot.data))
-        return slot
 
     def touch(self, paths: Sequence[str]) -> None:
         """Have these slots touched for the first time in the background, in this order."""

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from holdfast.worker import imports, linux
+from holdfast.worker import ahead, imports, linux
 from holdfast.worker.progress import ProgressCell
 
 _OUR_FILES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
@@ -47,6 +47,8 @@ class Assignment(NamedTuple):
     learn: bool
     progress: str
     excluded_roots: tuple[str, ...]
+    memory: tuple[str, ...] = ()
+    """Files with what it will probably load."""
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -57,6 +59,7 @@ class Assignment(NamedTuple):
         fields["mode"] = RunMode(fields["mode"])
         fields["argv"] = tuple(fields["argv"])
         fields["excluded_roots"] = tuple(fields["excluded_roots"])
+        fields["memory"] = tuple(fields["memory"])
         return cls(**fields)
 
 
@@ -81,6 +84,7 @@ def run(assignment: Assignment) -> None:
     linux.die_with_parent(assignment.agent_pid)
     if assignment.mode is RunMode.COMMAND:
         _replace_by_command(assignment.argv)
+    ahead.begin(assignment.memory)
     cell = ProgressCell.open(assignment.progress) if assignment.progress else None
     imports.observe(
         note=imports.NameSender(assignment.line) if assignment.learn else _note_nothing,

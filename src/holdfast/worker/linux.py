@@ -2,12 +2,14 @@
 """The Linux process attributes Python has no call for. The only place that uses ctypes."""
 
 import ctypes
+import mmap
 import os
 import signal
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MADV_POPULATE_READ = 22
 _ARG_BEGIN = 45  # Field 48 of /proc/PID/stat, counted from the one after the name.
 
 
@@ -43,3 +45,15 @@ def show_as(argv: Sequence[str]) -> None:
     if begin and room > 0:
         text = b"\0".join(os.fsencode(word) for word in argv)[: room - 1]
         ctypes.memmove(begin, text.ljust(room, b"\0"), room)
+
+
+def make_present(mapping: mmap.mmap, start: int, length: int) -> bool:
+    """Enter this part of a mapping into the page tables; False if this kernel (< 5.14) cannot.
+
+    Python's own call for it would keep its lock meanwhile.
+    """
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    first = ctypes.c_char.from_buffer(mapping, start)
+    size = min(length, len(mapping) - start)
+    return bool(libc.madvise(ctypes.addressof(first), size, _MADV_POPULATE_READ) == 0)

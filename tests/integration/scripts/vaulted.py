@@ -6,6 +6,7 @@ and proves that each byte is the one that was saved.
 """
 
 import os
+from pathlib import Path
 
 from steplog import RANK, WORLD, fault, hold, is_to_finish, meet, note, pause
 
@@ -18,6 +19,8 @@ SIZE = int(os.environ.get("VAULT_SIZE", "300000"))
 IS_SHARED = os.environ.get("VAULT_SHARED", "1") == "1"
 EVERY = int(os.environ.get("VAULT_EVERY", "0"))
 """Every so many steps go to storage."""
+LOOKS_AHEAD = bool(os.environ.get("VAULT_AHEAD"))
+"""Whether it waits until what it restores was mapped by Holdfast, which knew that it would."""
 SHAPE = Shape(WORLD, IS_SHARED)
 START = os.environ["TORCHELASTIC_RESTART_COUNT"]
 LAST = int(os.environ.get("STEPS", "0"))
@@ -52,6 +55,8 @@ def restore(vault: VaultClient) -> int:
         return 0
     step = plan.version.step
     for part in opened:
+        while LOOKS_AHEAD and part.path not in Path("/proc/self/maps").read_text():
+            pause()
         with Slot.open(part.path, writable=False) as slot:
             meta = slot.read()
             assert meta is not None, part

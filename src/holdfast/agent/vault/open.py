@@ -7,6 +7,7 @@ plans without it.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ from holdfast.checkpoint.arena import Pin
 from holdfast.model.checkpoint import Series, Version
 from holdfast.model.errors import HoldfastError, RejectedError
 from holdfast.protocol import checkpoints as c
+
+READERS_S = 10.0
+"""How long others leave the memory and the disk to workers that restore."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +42,7 @@ class Opener:
         self._memory = memory
         self._fetcher = fetcher
         self._ready: dict[tuple[Version, str], _Ready] = {}
+        self._all_read = asyncio.Event()
         self.bad: list[c.BadCopy] = []
         """Every copy that turned out bad since the agreement began."""
 
@@ -81,6 +86,7 @@ class Opener:
             path = await asyncio.shield(ready.arrival)
         except HoldfastError:
             self._ready.pop(key, None)
+            self._all_read.set()
             raise
         return c.OpenedPart(source.asked, part, str(path), ready.kind)
 
@@ -122,6 +128,14 @@ class Opener:
             ready.pin = pin
         return path
 
+    async def wait_for_readers(self) -> None:
+        """Until nobody reads, but not for long: a worker may hang over it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READERS_S):
+                while self._ready:
+                    self._all_read.clear()
+                    await self._all_read.wait()
+
     def close(self, local_rank: int, own_parts: Iterable[str]) -> None:
         """A rank has read what it opened, or will not any more."""
         for key, ready in list(self._ready.items()):
@@ -137,6 +151,7 @@ class Opener:
 
     def _let_go(self, key: tuple[Version, str], ready: _Ready, *, keep: bool) -> None:
         del self._ready[key]
+        self._all_read.set()
         if ready.pin is None:
             return
         path = ready.pin.path

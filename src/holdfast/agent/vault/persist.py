@@ -6,7 +6,7 @@ still (pins them) from their sealing on and for as long as an attempt may need t
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 
 from holdfast.agent.vault.means import Means
@@ -23,10 +23,18 @@ from holdfast.protocol import messages as m
 class Persister:
     """What of one series is on its way to storage through this node."""
 
-    def __init__(self, means: Means, memory: Memory, depot: Depot) -> None:
+    def __init__(
+        self,
+        means: Means,
+        memory: Memory,
+        depot: Depot,
+        readers_gone: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`readers_gone` returns when the workers of this node have restored."""
         self._means = means
         self._memory = memory
         self._depot = depot
+        self._readers_gone = readers_gone
         self._directory = depot.series.directory
         #: Held from sealing on, by version: whether they will be needed is not known yet.
         self._waiting: dict[Version, list[Pin]] = {}
@@ -162,6 +170,8 @@ class Persister:
 
     async def _obey(self, order: c.PersistOrder, pins: list[Pin]) -> None:
         try:
+            # Orders come with the agreement on what to restore: training waits for that first.
+            await self._readers_gone()
             await self._write(order.version, order.shape, order.attempt, order.parts)
         except HoldfastError as exc:
             self.problem = f"step {order.version.step} is not on storage: {exc}"

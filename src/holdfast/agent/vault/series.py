@@ -16,7 +16,7 @@ from holdfast.agent.vault.persist import Persister
 from holdfast.agent.vault.storage import Depot
 from holdfast.checkpoint.arena import PartKey
 from holdfast.core.node.saver import RestoreMeeting, SavedSteps, Turn
-from holdfast.model.checkpoint import NONE, Series, Shape, Stored, Version
+from holdfast.model.checkpoint import NONE, SHARED, Series, Shape, Stored, Version, rank_part
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
 from holdfast.protocol import checkpoints as c
 
@@ -29,13 +29,13 @@ class SeriesKeeper:
     def __init__(self, means: Means, memory: Memory, series: Series, nproc: int) -> None:
         self.series = series
         self.depot = Depot(means, series)
-        self.persister = Persister(means, memory, self.depot)
         self.copies = Copies(means, memory, series)
         self._marking = Marking(means, memory, series.directory)
         self._means = means
         self._memory = memory
         self._nproc = nproc
         self._opener = Opener(means, memory, Fetcher(means, memory, self.depot))
+        self.persister = Persister(means, memory, self.depot, self._opener.wait_for_readers)
         self._steps = SavedSteps()
         self._meeting: RestoreMeeting[_Asked] = RestoreMeeting(nproc)
         self._round = 0
@@ -244,6 +244,14 @@ class SeriesKeeper:
     def close_parts(self, local_rank: int) -> None:
         """A rank has read what it opened."""
         self._opener.close(local_rank, self._steps.own_parts(Shape(0, shared=True)))
+
+    def newest_of(self, rank: int) -> list[str]:
+        """The newest slots of this rank's own part and of the one that all ranks share."""
+        newest: dict[str, Path] = {}
+        for held in self._memory.held(self.series.directory):
+            if held.key.node < 0 and held.key.part in (rank_part(rank), SHARED):
+                newest.setdefault(held.key.part, held.path)
+        return [str(path) for path in newest.values()]
 
     async def verify_newest(self) -> None:
         """Look at the newest slots while the next workers start, so that these need not."""

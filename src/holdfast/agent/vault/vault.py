@@ -228,6 +228,10 @@ class Vault:
             keeper.begin_round(round)
             self._means.spawn(keeper.verify_newest(), "the memory could not be verified")
 
+    def newest_of(self, rank: int) -> tuple[str, ...]:
+        """Where the newest of what this rank may load is, as far as it is known before it asks."""
+        return tuple(path for keeper in self._series.values() for path in keeper.newest_of(rank))
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way to storage."""
