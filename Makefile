@@ -8,7 +8,10 @@ CODE    := src tests $(wildcard bench) $(wildcard examples)
 TYPED   := src $(wildcard bench)
 BENCHES := $(filter-out bench/__init__.py bench/common.py bench/hollow.py bench/toy_%.py,$(wildcard bench/*.py))
 
-TEST_WORKERS ?= 3
+# What takes long to compile. The set-up has done so with torch.
+LARGE   := tensorflow ray.data transformers.trainer deepspeed
+
+TEST_WORKERS ?= 4
 # How often `make soak` repeats the tests that start and kill real processes.
 SOAK_ROUNDS ?= 20
 # Random kills in one training, each round.
@@ -16,7 +19,11 @@ SOAK_KILLS  ?= 100
 SOAK_SEEDS  ?= 5000
 SOAK_TESTS  := $(wildcard tests/integration) $(wildcard tests/e2e)
 
-.PHONY: help setup demo test lint format bench soak clean
+# Where the environment forbids Python to keep what it compiles, each of the suite's thousand processes would
+# compile everything anew.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help setup demo test lint ruff types contracts tidy bytecode format bench soak clean
 
 help:
 	@echo "make demo    train on two local nodes, kill a worker, a node and the master, watch it go on"
@@ -37,28 +44,39 @@ demo: $(STAMP)
 	@$(BIN)/holdfast demo
 
 # The suite checks at its very end that no process, shared memory or folder is left (tests/conftest.py).
-# The API server for the kube tests is built once per machine, beside the set-up and lint. Bytecode is
-# compiled first, because the suite starts a thousand processes, which may be told not to write it. More
-# workers than cores, because tests with real processes also wait. The longest come first; what starts a
-# Ray cluster or loads TensorFlow stays in one of the workers (xdist_group).
+# The API server for the kube tests is built once per machine, beside the set-up and lint. More workers than
+# cores, because tests with real processes also wait. The longest come first; what starts a Ray cluster or
+# loads TensorFlow stays in one of the workers (xdist_group).
 test:
 	@scripts/kube-testbed & testbed=$$!; \
-	$(MAKE) --no-print-directory lint && { \
+	$(MAKE) --no-print-directory setup && $(MAKE) --no-print-directory -j 2 --output-sync lint bytecode && { \
 		wait $$testbed || echo "==> without an API server the kube tests will skip"; \
 		echo "==> tests"; \
-		$(BIN)/python -m compileall -q src && \
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --ignore=tests/tidy/test_tidy.py; }
 
-lint: $(STAMP)
+lint: ruff types contracts tidy
+
+types: $(STAMP)
+	@echo "==> types"
+	@$(BIN)/mypy --strict $(TYPED)
+
+ruff: $(STAMP)
 	@echo "==> ruff"
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
-	@echo "==> types"
-	@$(BIN)/mypy --strict $(TYPED)
+
+contracts: $(STAMP)
 	@echo "==> import contracts"
 	@$(BIN)/lint-imports
+
+tidy: $(STAMP)
 	@echo "==> tidy rules"
 	@$(BIN)/python -m pytest -q tests/tidy/test_tidy.py
+
+# Compiled once and before the tests, or those that start first would do it all at the same time.
+bytecode: $(STAMP)
+	@$(BIN)/python -m compileall -q src
+	@for module in $(LARGE); do $(BIN)/python -c "import $$module" >/dev/null 2>&1 || echo "==> $$module cannot be imported"; done
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix $(CODE)

@@ -40,9 +40,12 @@ LONGEST_FIRST = (
     "integration/adapters/",
     "integration/test_flash_",
     "integration/test_sharded.py",
+    "integration/test_data_exactly_once.py",
+    "integration/test_elastic_training.py",
     "integration/test_master_kills.py",
     "kube/",
     "integration/",
+    "sim/",
     "tidy/test_leftovers.py",
 )
 """What takes long begins early, so that at the end no worker of pytest-xdist waits for another."""

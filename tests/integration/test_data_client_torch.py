@@ -146,7 +146,6 @@ def test_the_example_counts_every_sample_once(jobs: Jobs) -> None:
     ("how", "start", "faults"),
     [
         ("map", "fork", "kill read 1"),
-        ("lines", "fork", ""),
         ("lines", "fork", "kill read 1"),
         ("lines", "spawn", ""),
         ("left", "fork", ""),

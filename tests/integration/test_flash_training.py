@@ -24,7 +24,7 @@ from tests.integration.jobs import (
 
 FLASH = str(SCRIPTS / "flash.py")
 STEPS = 60
-KILLS = int(os.environ.get("HOLDFAST_SOAK_KILLS", "5"))
+KILLS = int(os.environ.get("HOLDFAST_SOAK_KILLS", "3"))
 """`make soak` asks for hundreds."""
 
 # The one that comes first waits for the undisturbed run as well.

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SOURCE = "src/holdfast/*"
 TESTS = "tests/*"
-ALL = ("src/*", "tests/*", "bench/*", "examples/*")
+FOLDERS = ("src", "tests", "bench", "examples")
+ALL = tuple(f"{folder}/*" for folder in FOLDERS)
 
 # Started by us, but the user's process from then on: these have nobody above them who would know.
 # What a user allows by `allow_pickle=True`, and files that other frameworks' own readers want so.
@@ -183,28 +184,45 @@ RULES = {
 }
 
 
-def files(*patterns: str) -> dict[str, File]:
-    """The files that match, by their path from the root; empty where nothing is written yet."""
-    found = {}
-    for pattern in patterns:
-        folder, _, rest = pattern.partition("/")
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if fnmatch(name, f"{folder}/{rest}"):
-                found[name] = File(path.read_text(encoding="utf-8"))
+TREE_RULES = list({rule.check: name for name, rule in RULES.items()}.values())
+"""Once per check: entries that share a check differ in their snippets only."""
+
+
+@dataclass
+class Tree:
+    """What was found in all files: breaches by rule, and by name the lines of what is too large."""
+
+    breaches: dict[str, list[str]]
+    over: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def tree() -> Tree:
+    """One pass for all rules, because parsing takes longer than every check."""
+    found = Tree(breaches={name: [] for name in TREE_RULES}, over={})
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        file = File(path.read_text(encoding="utf-8"))
+        for rule in TREE_RULES:
+            if applies(RULES[rule], name):
+                found.breaches[rule] += [
+                    f"{name}:{finding.line}: {finding.what}" for finding in RULES[rule].check(file)
+                ]
+        for part, lines in rules.sizes_over_limit(file).items():
+            found.over[f"{name}::{part}" if part else name] = lines
     return found
 
 
-@pytest.mark.parametrize("name", {rule.check: name for name, rule in RULES.items()}.values())
-def test_the_tree_follows_the_rule(name: str) -> None:
-    """Once per check: entries that share a check differ in their snippets only."""
-    rule = RULES[name]
-    breaches = [
-        f"{path}:{finding.line}: {finding.what}"
-        for path, file in files(*rule.applies_to).items()
-        if not any(fnmatch(path, pattern) for pattern in rule.except_in)
-        for finding in rule.check(file)
-    ]
+def applies(rule: Rule, name: str) -> bool:
+    """Whether the file of this name must follow the rule."""
+    return any(fnmatch(name, pattern) for pattern in rule.applies_to) and not any(
+        fnmatch(name, pattern) for pattern in rule.except_in
+    )
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+def test_the_tree_follows_the_rule(name: str, tree: Tree) -> None:
+    breaches = tree.breaches[name]
     assert not breaches, "\n" + "\n".join(breaches)
 
 
@@ -229,13 +247,8 @@ def ratchet_breaches(over: dict[str, int], ratchet: dict[str, int]) -> list[str]
     return breaches
 
 
-def test_sizes() -> None:
-    over = {
-        f"{path}::{name}" if name else path: lines
-        for path, file in files(*ALL).items()
-        for name, lines in rules.sizes_over_limit(file).items()
-    }
-    breaches = ratchet_breaches(over, RATCHET)
+def test_sizes(tree: Tree) -> None:
+    breaches = ratchet_breaches(tree.over, RATCHET)
     assert not breaches, "\n" + "\n".join(breaches)
 
 

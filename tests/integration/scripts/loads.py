@@ -13,7 +13,12 @@ from holdfast.torch.data import ShardedIterableDataset, ShardedLoader, ShardedMa
 
 READ = os.open(FOLDER / "read.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 HOW = os.environ["HOW"]
-OPTIONS = {"batch_size": 16, "num_workers": 2, "multiprocessing_context": os.environ["START"]}
+OPTIONS = {
+    "batch_size": 16,
+    # A spawned process imports torch anew, in every epoch.
+    "num_workers": 1 if os.environ["START"] == "spawn" else 2,
+    "multiprocessing_context": os.environ["START"],
+}
 
 
 class Numbers:
