@@ -11,9 +11,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.master.http import CONNECTIONS_MAX, HEADER_BYTES_MAX, HttpServer, http_key
+from holdfast.master.http import http_key, serve
 from holdfast.master.view import JobView
 from holdfast.model.errors import StateError, UsageError
+from holdfast.runtime.http import CONNECTIONS_MAX, HEADER_BYTES_MAX
 from tests.integration.live_master import Home, Master, recovered_once, running_master
 
 TOKEN = b"0123456789abcdef"
@@ -165,7 +166,7 @@ async def ask(address: str, request: bytes) -> bytes:
 
 def test_too_many_connections_get_an_answer_that_says_so() -> None:
     async def crowd() -> bytes:
-        server = await HttpServer.start("127.0.0.1:0", view, TOKEN)
+        server = await serve("127.0.0.1:0", view, TOKEN)
         host, port = server.address.split(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(CONNECTIONS_MAX)]
         answer = await ask(server.address, b"GET /healthz HTTP/1.1\r\nHost: t\r\n\r\n")
@@ -180,7 +181,7 @@ def test_too_many_connections_get_an_answer_that_says_so() -> None:
 
 def test_close_frees_the_port_and_ends_open_connections() -> None:
     async def reuse() -> bytes:
-        first = await HttpServer.start("127.0.0.1:0", view, TOKEN)
+        first = await serve("127.0.0.1:0", view, TOKEN)
         host, port = first.address.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /healthz HT")
@@ -188,7 +189,7 @@ def test_close_frees_the_port_and_ends_open_connections() -> None:
         await asyncio.wait_for(first.close(), DEADLINE_S)
         assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
         writer.close()
-        second = await HttpServer.start(first.address, view, TOKEN)
+        second = await serve(first.address, view, TOKEN)
         assert second.address == first.address
         answer = await ask(second.address, b"GET /healthz HTTP/1.0\r\n\r\n")
         await second.close()
@@ -199,9 +200,9 @@ def test_close_frees_the_port_and_ends_open_connections() -> None:
 
 def test_a_busy_port_is_one_sentence() -> None:
     async def collide() -> None:
-        first = await HttpServer.start("127.0.0.1:0", view, TOKEN)
+        first = await serve("127.0.0.1:0", view, TOKEN)
         try:
-            await HttpServer.start(first.address, view, TOKEN)
+            await serve(first.address, view, TOKEN)
         finally:
             await first.close()
 
@@ -212,7 +213,7 @@ def test_a_busy_port_is_one_sentence() -> None:
 @pytest.mark.parametrize("address", ["", "8080", ":8080", "localhost", "127.0.0.1:99999", "a:b:c"])
 def test_an_address_that_is_none_is_a_usage_error(address: str) -> None:
     with pytest.raises(UsageError, match="must be HOST:PORT"):
-        asyncio.run(HttpServer.start(address, view, TOKEN))
+        asyncio.run(serve(address, view, TOKEN))
 
 
 def test_a_master_with_a_busy_http_port_says_so_and_exits_1(tmp_path: Path) -> None:

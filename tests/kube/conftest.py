@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli import main
 from holdfast.platforms.kubernetes.api import Api
 from tests.kube.cluster import Cluster, OwnCluster, missing, own_cluster
+from tests.kube.commands import Command
 from tests.kube.keeper import shared_cluster
 
 LIMIT_S = 600.0
@@ -67,3 +69,27 @@ def private_cluster(tmp_path: Path) -> Iterator[Callable[..., OwnCluster]]:
             return ends.enter_context(made)
 
         yield make
+
+
+@pytest.fixture
+def k8s(cluster: Cluster, namespace: str) -> Callable[..., int]:
+    """Runs `holdfast k8s` in this test's namespace; the answer is its exit code."""
+    where = [f"--kubeconfig={cluster.kubeconfig()}", f"--namespace={namespace}"]
+
+    def run(action: str, *words: str) -> int:
+        return main(["k8s", action, *words, *where])
+
+    return run
+
+
+@pytest.fixture
+def start_k8s(cluster: Cluster, namespace: str) -> Iterator[Callable[..., Command]]:
+    """Starts `holdfast k8s` as a process that works in this test's namespace."""
+    with ExitStack() as ends:
+
+        def start(*words: str) -> Command:
+            command = Command(cluster, namespace, *words)
+            ends.callback(command.close)
+            return command
+
+        yield start

@@ -12,6 +12,7 @@ import itertools
 import secrets
 import signal
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ class Kubelet:
         """By uid; those that have ended stay, for their logs."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unplaced: dict[str, dict[str, Any]] = {}
+        self._bound: dict[str, str] = {}
+        """By uid: the host of a pod that was given one and does not run there yet."""
         self._services: dict[str, dict[str, Any]] = {}
         self._leads_to: dict[str, PodRun] = {}
         """By Service: the pod that answers to its address."""
@@ -77,7 +80,8 @@ class Kubelet:
         self._call(self._with(pod, lambda run: run.kill(number)))
 
     def lose(self, host: str) -> None:
-        """The machine is gone with all its pods, and the cluster has noticed it."""
+        """The machine is gone with all its pods, without a word to anybody, and the cluster has
+        noticed it: the machine is NotReady, and its pods are taken off the list."""
         self._call(self._lose(host))
 
     def log(self, pod: str) -> str:
@@ -136,22 +140,16 @@ class Kubelet:
         self._lost.add(host)
         await self._say_node(host, "Unknown")
         for run in [run for run in self._runs.values() if run.host == host]:
+            if run.is_running and run.port is not None:
+                await self._loop.run_in_executor(self._threads, run.port.cut)
             run.lose()
             await self._api.delete(
                 PODS, run.name, self._namespace, uid=run.pod["metadata"]["uid"], grace_s=0
             )
 
     async def _say_node(self, host: str, ready: str) -> None:
-        condition = {"type": "Ready", "status": ready, "reason": "FakeKubelet"}
-        condition |= {"lastHeartbeatTime": stamp(), "lastTransitionTime": stamp()}
-        amounts = {"cpu": "64", "memory": "512Gi", "pods": "110"}
-        status = {
-            "conditions": [condition],
-            "addresses": [{"type": "InternalIP", "address": GATEWAY}],
-            "capacity": amounts,
-            "allocatable": amounts,
-        }
-        await self._api.patch(NODES, host, {"status": status}, subresource="status")
+        body = {"status": node_status(ready)}
+        await self._api.patch(NODES, host, body, subresource="status")
 
     # ---- pods -----------------------------------------------------------------------------------
 
@@ -176,6 +174,7 @@ class Kubelet:
     async def _gone(self, pod: dict[str, Any]) -> None:
         uid = pod["metadata"]["uid"]
         self._unplaced.pop(uid, None)
+        self._bound.pop(uid, None)
         if uid in self._runs:
             self._runs[uid].vanished()
         await self._place()
@@ -190,6 +189,7 @@ class Kubelet:
             threads=self._threads,
         )
         self._runs[uid] = run
+        self._bound.pop(uid, None)
         self._tasks[uid] = self._task(self._live(run))
 
     async def _live(self, run: PodRun) -> None:
@@ -210,10 +210,8 @@ class Kubelet:
             ]
             if not free:
                 continue
-            load = dict.fromkeys(free, 0)
-            for other, task in self._tasks.items():
-                if not task.done() and self._runs[other].host in load:
-                    load[self._runs[other].host] += 1
+            living = (self._runs[one].host for one, task in self._tasks.items() if not task.done())
+            load = Counter([*living, *self._bound.values()])
             await self._bind(uid, pod, min(free, key=lambda host: load[host]))
 
     async def _bind(self, uid: str, pod: dict[str, Any], host: str) -> None:
@@ -225,11 +223,13 @@ class Kubelet:
             "target": {"apiVersion": "v1", "kind": "Node", "name": host},
         }
         self._unplaced.pop(uid)
+        self._bound[uid] = host
         try:
             await self._api.create(BINDINGS, body, self._namespace)
         except (NotFound, Conflict):
-            return  # It went away meanwhile, or has a host.
+            self._bound.pop(uid, None)  # It went away meanwhile, or has a host.
         except Unavailable:
+            self._bound.pop(uid, None)
             self._unplaced[uid] = pod
             self._loop.call_later(PAUSE_S, lambda: self._task(self._place()))
 
@@ -296,6 +296,18 @@ def missing() -> str:
 def node(host: str) -> dict[str, Any]:
     labels = {"kubernetes.io/hostname": host}
     return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": host, "labels": labels}}
+
+
+def node_status(ready: str) -> dict[str, Any]:
+    condition = {"type": "Ready", "status": ready, "reason": "FakeKubelet"}
+    condition |= {"lastHeartbeatTime": stamp(), "lastTransitionTime": stamp()}
+    amounts = {"cpu": "64", "memory": "512Gi", "pods": "110"}
+    return {
+        "conditions": [condition],
+        "addresses": [{"type": "InternalIP", "address": GATEWAY}],
+        "capacity": amounts,
+        "allocatable": amounts,
+    }
 
 
 @contextmanager

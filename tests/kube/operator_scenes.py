@@ -26,6 +26,7 @@ from holdfast.platforms.kubernetes.api import (
 from holdfast.platforms.kubernetes.operator.process import Operator
 from holdfast.platforms.kubernetes.times import stamp
 from holdfast.platforms.kubernetes.watching import Listed, follow
+from holdfast.runtime.observe import Say
 from tests.kube.cluster import Cluster
 from tests.waiting import until
 
@@ -100,13 +101,15 @@ async def also_in(cluster: Cluster, api: Api, namespace: str, user_namespace: st
 
 @asynccontextmanager
 async def operating(
-    cluster: Cluster, user: str, *namespaces: str, restarts: bool = False
+    cluster: Cluster, user: str, *namespaces: str, restarts: bool = False, say: Say | None = None
 ) -> AsyncIterator[None]:
     """An operator at work as `user`, whom the API server refuses nothing; unless it `restarts`:
-    then it does not know anybody for a moment."""
+    then it does not know anybody for a moment. It has no bugs, unless the test listens itself."""
     said: list[str] = []
     api = Api(cluster.access(impersonate=user))
-    operator = Operator(api, namespaces=namespaces, default_image="holdfast:test", say=said.append)
+    operator = Operator(
+        api, namespaces=namespaces, default_image="holdfast:test", say=say or said.append
+    )
     task = asyncio.create_task(operator.run())
     try:
         yield

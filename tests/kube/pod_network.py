@@ -103,6 +103,10 @@ class Port:
         """Ask anew who has this address."""
         self.namespace.ip(f"neigh flush to {address}")
 
+    def cut(self) -> None:
+        """From now on nothing goes in or out, not even that a connection ended."""
+        self.namespace.ip("link set eth0 down")
+
     def close(self) -> None:
         self.namespace.close()
 

@@ -117,6 +117,10 @@ def test_the_operator_can_do_no_more_than_it_must(
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
+    for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")):
+        assert container[probe]["httpGet"] == {"path": path, "port": "health"}
+    (port,) = container["ports"]
+    assert f"--http=0.0.0.0:{port['containerPort']}" in container["args"]
     for role in (*of_kind(objects, "ClusterRole"), *of_kind(objects, "Role")):
         for rule in role["rules"]:
             assert "*" not in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])

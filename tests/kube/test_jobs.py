@@ -79,6 +79,7 @@ def test_a_job_trains_to_its_end_whatever_happens_to_its_pods(
         stop_the_api_server(there, cluster)
         scale(there)
         suspend_and_resume(there)
+        lose_a_machine(there)
 
         there.jobs.finish()
         there.wait_phase("ddp", "Succeeded")
@@ -196,6 +197,20 @@ def suspend_and_resume(there: Field) -> None:
     loaded = {event.step for event in there.jobs.events("loaded") if event.t > began}
     # A rank may have saved a step and not noted it, or noted one that another has not saved.
     assert loaded <= {last - 1, last, last + 1}
+
+
+def lose_a_machine(there: Field) -> None:
+    """It goes without a word. Its nodes are replaced on others."""
+    began = now()
+    world = there.wait_world(2, after=began)
+    hosts = {name: pod["spec"]["nodeName"] for name, pod in there.nodes().items()}
+    (master,) = (pod["spec"]["nodeName"] for pod in there.masters().values() if is_running(pod))
+    # What is in the memory of both nodes must not be lost at once, nor the master with it.
+    lost = next(pod for pod in world if hosts[pod] != master)
+    assert len({hosts[pod] for pod in world}) == 2
+    there.node.lose(hosts[lost])
+    after = there.wait_replaced(lost, 2, after=began)
+    assert all(there.pod(pod)["spec"]["nodeName"] != hosts[lost] for pod in after)
 
 
 def expect_every_sample_once(there: Field) -> None:

@@ -3,13 +3,7 @@
 
 import asyncio
 import json
-import queue
-import ssl
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +12,14 @@ import yaml
 
 from holdfast.cli import main
 from holdfast.platforms.kubernetes import names
-from holdfast.platforms.kubernetes.api import ELASTICJOBS, EVENTS, NODES, PODS, SCALEPLANS, Api
+from holdfast.platforms.kubernetes.api import ELASTICJOBS, EVENTS, SCALEPLANS, Api
 from tests.kube.cluster import Cluster
+from tests.kube.commands import Command, make_pod, manifest, set_status
 
 pytestmark = pytest.mark.kube
 
-WAIT_S = 60
 Hold = Callable[..., int]
-
-
-def manifest(name: str = "job") -> dict[str, Any]:
-    template = {"spec": {"containers": [{"name": "main", "image": "train"}]}}
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": "ElasticJob",
-        "metadata": {"name": name},
-        "spec": {"replicaSpecs": {"worker": {"replicas": 3, "template": template}}},
-    }
-
-
-@pytest.fixture
-def k8s(cluster: Cluster, namespace: str) -> Hold:
-    """Runs the command in this test's namespace; the answer is its exit code."""
-    where = [f"--kubeconfig={cluster.kubeconfig()}", f"--namespace={namespace}"]
-
-    def run(action: str, *words: str) -> int:
-        return main(["k8s", action, *words, *where])
-
-    return run
+Start = Callable[..., Command]
 
 
 def write(path: Path, *objects: dict[str, Any]) -> str:
@@ -112,65 +86,14 @@ def test_a_namespace_that_is_not_there(
     assert "there is no namespace nowhere" in capsys.readouterr().err
 
 
-class Submission:
-    """`holdfast k8s submit --wait` as a process, and the lines that it prints."""
-
-    def __init__(self, cluster: Cluster, namespace: str, file: str, *words: str) -> None:
-        where = [f"--kubeconfig={cluster.kubeconfig()}", f"--namespace={namespace}"]
-        program = [sys.executable, "-m", "holdfast.cli", "k8s", "submit", file, "--wait"]
-        self._process = subprocess.Popen(
-            [*program, *words, *where], stdout=subprocess.PIPE, text=True
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def line(self) -> str:
-        """The next one."""
-        return self._lines.get(timeout=WAIT_S)
-
-    def end(self) -> int:
-        return self._process.wait(WAIT_S)
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(WAIT_S)
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self._lines.put(line.rstrip())
-
-
-@pytest.fixture
-def submit(cluster: Cluster, namespace: str) -> Iterator[Callable[..., Submission]]:
-    started: list[Submission] = []
-
-    def start(file: str, *words: str) -> Submission:
-        started.append(Submission(cluster, namespace, file, *words))
-        return started[-1]
-
-    yield start
-    for submission in started:
-        submission.kill()
-
-
-def set_status(
-    api: Api, runner: asyncio.Runner, namespace: str, status: dict[str, Any], name: str = "job"
-) -> None:
-    body = {"status": status}
-    runner.run(api.patch(ELASTICJOBS, name, body, namespace, subresource="status"))
-
-
 def test_submit_can_wait_for_the_end(
-    submit: Callable[..., Submission],
+    start_k8s: Start,
     api: Api,
     runner: asyncio.Runner,
     namespace: str,
     tmp_path: Path,
 ) -> None:
-    submission = submit(write(tmp_path / "job.yaml", manifest()))
+    submission = start_k8s("submit", write(tmp_path / "job.yaml", manifest()), "--wait")
     assert submission.line() == f"elasticjob/job created in the namespace {namespace}"
     assert submission.line() == "elasticjob/job Created"
     set_status(api, runner, namespace, {"phase": "Running", "message": "3 nodes train"})
@@ -181,7 +104,7 @@ def test_submit_can_wait_for_the_end(
 
 
 def test_waiting_ends_badly_if_a_job_fails_is_malformed_or_is_deleted(
-    submit: Callable[..., Submission],
+    start_k8s: Start,
     api: Api,
     runner: asyncio.Runner,
     namespace: str,
@@ -189,7 +112,8 @@ def test_waiting_ends_badly_if_a_job_fails_is_malformed_or_is_deleted(
     k8s: Hold,
 ) -> None:
     jobs = ["fails", "malformed", "deleted"]
-    submission = submit(write(tmp_path / "jobs.yaml", *(manifest(name) for name in jobs)))
+    file = write(tmp_path / "jobs.yaml", *(manifest(name) for name in jobs))
+    submission = start_k8s("submit", file, "--wait")
     created = {f"elasticjob/{name} created in the namespace {namespace}" for name in jobs}
     assert {submission.line() for _ in jobs} == created
     assert {submission.line() for _ in jobs} == {f"elasticjob/{name} Created" for name in jobs}
@@ -206,32 +130,6 @@ def test_waiting_ends_badly_if_a_job_fails_is_malformed_or_is_deleted(
 def test_waiting_has_a_limit(k8s: Hold, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert k8s("submit", write(tmp_path / "job.yaml", manifest()), "--wait", "--timeout=1") == 1
     assert "the jobs are not over after 1 s; they go on" in capsys.readouterr().err
-
-
-def make_pod(
-    api: Api, runner: asyncio.Runner, namespace: str, uid: str, node_id: int, host: str = ""
-) -> None:
-    """The pod of worker 0 with this id, as the platform would make it."""
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": f"job-edljob-worker-{node_id}",
-            "labels": {
-                names.JOB_LABEL: "job",
-                names.ROLE_LABEL: "worker",
-                names.NODE_ID_LABEL: str(node_id),
-                names.NODE_RANK_LABEL: "0",
-                names.RELAUNCHES_LABEL: "0",
-            },
-            "ownerReferences": [names.owner_reference("job", uid)],
-        },
-        "spec": {
-            "containers": [{"name": "main", "image": "train"}],
-            **({"nodeName": host} if host else {}),
-        },
-    }
-    runner.run(api.create(PODS, pod, namespace))
 
 
 def test_status_shows_a_job_with_its_conditions_nodes_and_events(
@@ -316,6 +214,66 @@ def test_scale_changes_the_number_of_nodes(
     assert "is over" in capsys.readouterr().err
 
 
+def test_suspend_waits_until_all_nodes_are_gone_and_resume_until_the_job_trains(
+    start_k8s: Start, api: Api, runner: asyncio.Runner, namespace: str
+) -> None:
+    created = runner.run(api.create(ELASTICJOBS, manifest(), namespace))
+    before = {"generation": created["metadata"]["generation"]}
+
+    def say(phase: str, active: int, observed: dict[str, int], **more: str) -> None:
+        counts = {"worker": {"active": active}}
+        status = {"phase": phase, "replicaStatuses": counts, "observed": observed, **more}
+        set_status(api, runner, namespace, status)
+
+    def spec_of_job() -> tuple[bool, dict[str, int]]:
+        job = runner.run(api.get(ELASTICJOBS, "job", namespace))
+        return job["spec"]["suspend"], {"generation": job["metadata"]["generation"]}
+
+    say("Suspended", 0, before, message="of another time")
+    suspending = start_k8s("suspend", "job")
+    assert suspending.line() == "elasticjob/job is to be suspended"
+    assert suspending.line() == "elasticjob/job Suspended: of another time"
+    suspend, generation = spec_of_job()
+    assert suspend
+    say("Suspended", 2, generation, message="2 nodes are still going")
+    assert suspending.line() == "elasticjob/job Suspended: 2 nodes are still going"
+    say("Suspended", 0, generation, message="nobody runs")
+    assert suspending.line() == "elasticjob/job Suspended: nobody runs"
+    assert suspending.end() == 0
+
+    resuming = start_k8s("resume", "job")
+    assert resuming.line() == "elasticjob/job is to go on"
+    assert resuming.line() == "elasticjob/job Suspended: nobody runs"
+    suspend, generation = spec_of_job()
+    assert not suspend
+    say("Restarting", 0, generation, message="waiting for nodes")
+    assert resuming.line() == "elasticjob/job Restarting: waiting for nodes"
+    say("Running", 3, generation, message="3 nodes train")
+    assert resuming.line() == "elasticjob/job Running: 3 nodes train"
+    assert resuming.end() == 0
+
+
+def test_what_can_go_wrong_with_suspend_is_said(
+    k8s: Hold,
+    api: Api,
+    runner: asyncio.Runner,
+    namespace: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert k8s("suspend", "job") == 1
+    assert f"there is no job job in the namespace {namespace}" in capsys.readouterr().err
+    runner.run(api.create(ELASTICJOBS, manifest(), namespace))
+    assert k8s("suspend", "job", "--no-wait") == 0
+    assert capsys.readouterr().out == "elasticjob/job is to be suspended\n"
+    assert runner.run(api.get(ELASTICJOBS, "job", namespace))["spec"]["suspend"] is True
+    assert k8s("resume", "job", "--timeout=1") == 1
+    assert "after 1 s elasticjob/job is still to go on" in capsys.readouterr().err
+    set_status(api, runner, namespace, {"phase": "Failed"})
+    for command in ("suspend", "resume"):
+        assert k8s(command, "job") == 1
+        assert "the job job is over: it has failed" in capsys.readouterr().err
+
+
 def test_delete(
     k8s: Hold,
     api: Api,
@@ -331,62 +289,6 @@ def test_delete(
     assert k8s("delete", "job") == 0
     assert capsys.readouterr().out == "elasticjob/job deleted\n"
     assert runner.run(api.list(ELASTICJOBS, namespace)).items == []
-
-
-class _Kubelet(BaseHTTPRequestHandler):
-    """Answers the API server as a kubelet does: with the log of a container."""
-
-    def do_GET(self) -> None:
-        body = f"I am {self.path}\n".encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def host(cluster: Cluster, api: Api, runner: asyncio.Runner, namespace: str) -> Iterator[str]:
-    """A node of the cluster that has logs."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Kubelet)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(cluster.folder / "server.crt", cluster.folder / "server.key")
-    server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    name = f"host-{namespace}"
-    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
-    runner.run(api.create(NODES, node))
-    status = {
-        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
-        "daemonEndpoints": {"kubeletEndpoint": {"Port": server.server_port}},
-    }
-    runner.run(api.patch(NODES, name, {"status": status}, subresource="status"))
-    yield name
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_logs_are_those_of_the_newest_pod_of_a_rank(
-    k8s: Hold,
-    api: Api,
-    runner: asyncio.Runner,
-    namespace: str,
-    host: str,
-    capfdbinary: pytest.CaptureFixture[bytes],
-) -> None:
-    created = runner.run(api.create(ELASTICJOBS, manifest(), namespace))
-    for node_id in (9, 10):
-        make_pod(api, runner, namespace, created["metadata"]["uid"], node_id, host)
-    assert k8s("logs", "job", "--tail=5") == 0
-    said = capfdbinary.readouterr().out.decode()
-    assert said.startswith(f"I am /containerLogs/{namespace}/job-edljob-worker-10/main?")
-    assert "tailLines=5" in said
-    assert k8s("logs", "job", "--rank=3") == 1
-    assert b"has no pod of worker 3 now" in capfdbinary.readouterr().err
 
 
 def test_a_cluster_that_cannot_be_reached_is_said_in_one_sentence(

@@ -202,7 +202,7 @@ def test_a_master_without_its_state_starts_the_job_anew(stage: Stage) -> None:
     # Nobody runs these pods: their agents are still there, and learn that they are not wanted.
     for node in nodes:
         assert node.wait() == 1
-        assert "or the master has lost its state" in node.text
+        assert "the journal of this node's master is lost" in node.text
     # The new master counts rounds from 1 again, and the scripts meet by their round.
     shutil.rmtree(stage.jobs.folder / "meetings")
     successors = [stage.run(pod, master.address) for pod in stage.wait_pods(2, 3)]

@@ -234,6 +234,42 @@ def test_a_job_that_the_api_server_refuses_does_not_hold_up_the_others(
     runner.run(scene())
 
 
+def test_a_bug_met_with_one_job_is_told_and_tried_again_and_leaves_the_others_alone(
+    cluster: Cluster, api: Api, namespace: str, runner: asyncio.Runner
+) -> None:
+    """What fails here is what the operator speaks with, and only about the job `broken`."""
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        is_about_broken = text == f"{namespace}/broken: its time after the end is over"
+        if is_about_broken and said.count(text) <= 3:
+            raise RuntimeError("no luck")
+
+    async def scene() -> None:
+        user = await allow_operator(cluster, api, namespace)
+        await api.create(ELASTICJOBS, manifest("broken", ttlSecondsAfterFinished=1), namespace)
+        await say_the_end(api, namespace, "broken", "Succeeded")
+        async with operating(cluster, user, namespace, say=say):
+            await api.create(ELASTICJOBS, manifest("sound"), namespace)
+            await master_of(api, namespace, "sound", 0)
+            event = await seen(
+                api, EVENTS, namespace, lambda event: event["reason"] == "OperatorBug", "an Event"
+            )
+            await gone(api, ELASTICJOBS, "broken", namespace)
+        assert event["involvedObject"]["name"] == "broken"
+        assert event["type"] == "Warning"
+        assert "RuntimeError: no luck" in event["message"]
+
+    runner.run(scene())
+    told = [text for text in said if "a bug in the operator; tried again" in text]
+    assert all(text.startswith(f"{namespace}/broken: ") and "Traceback" in text for text in told)
+    pauses_s = [float(text.split("tried again in ")[1].split()[0]) for text in told]
+    assert len(pauses_s) == 3
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] > pauses_s[0]
+
+
 def test_two_jobs_of_one_name_in_two_namespaces_do_not_touch_each_other(
     cluster: Cluster, api: Api, namespace: str, runner: asyncio.Runner
 ) -> None:

@@ -7,112 +7,40 @@ platform promises is in tests/contract/test_platforms.py.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection
-from contextlib import aclosing, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from holdfast.model.ids import NodeId, NodeRank
+from holdfast.model.errors import HoldfastError
+from holdfast.model.ids import NodeId
 from holdfast.model.node import ExitReason, Phase
-from holdfast.model.order import Order
 from holdfast.platforms.kubernetes import gang
 from holdfast.platforms.kubernetes.answers import Conflict, NotFound
 from holdfast.platforms.kubernetes.api import Api
 from holdfast.platforms.kubernetes.kinds import CRDS, PODS, ROLE_BINDINGS, ROLES, SERVICES, Kind
-from holdfast.platforms.kubernetes.manifest import ElasticJob, Role, Strategy
-from holdfast.platforms.kubernetes.platform import KubernetesPlatform
+from holdfast.platforms.kubernetes.manifest import Role, Strategy
 from holdfast.platforms.kubernetes.render import node_pod
-from holdfast.platforms.kubernetes.watching import Listed, follow
 from tests.kube.cluster import NOBODY, Cluster, OwnCluster
-from tests.sightings import Sightings
+from tests.kube.line import lined
+from tests.kube.platform_stage import (
+    WAIT_S,
+    Stage,
+    fail,
+    job_in,
+    names_of,
+    order,
+    template,
+    until_pods,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.kube
 
-WAIT_S = 90.0
 POD_GROUPS = Kind("scheduling.x-k8s.io", "v1alpha1", "podgroups")
 PRIORITY_CLASSES = Kind("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
-
-Json = dict[str, Any]
-
-
-def template(**spec: Any) -> Json:
-    return {"spec": {"containers": [{"name": "main", "image": "none"}], **spec}}
-
-
-def job_in(namespace: str, **more: Any) -> ElasticJob:
-    return ElasticJob(
-        name="job",
-        namespace=namespace,
-        uid="0b1e55ed-0000-4000-8000-000000000000",
-        roles={"worker": Role(template=template())},
-        **more,
-    )
-
-
-def order(node_id: int, rank: int | None = None, **more: Any) -> Order:
-    return Order(
-        node_id=NodeId(node_id), node_rank=NodeRank(node_id if rank is None else rank), **more
-    )
-
-
-async def names_of(api: Api, namespace: str, kind: Kind = PODS) -> list[str]:
-    found = await api.list(kind, namespace)
-    return sorted(each["metadata"]["name"] for each in found.items)
-
-
-async def until_pods(api: Api, namespace: str, *wanted: str) -> None:
-    """Wait until exactly these pods exist: a pod that nobody runs goes as soon as it is deleted."""
-    there: set[str] = set()
-    is_whole = False
-    async with asyncio.timeout(WAIT_S), aclosing(follow(api, PODS, namespace)) as changes:
-        async for change in changes:
-            if isinstance(change, Listed):
-                is_whole = True
-            elif change.gone:
-                there.discard(change.meta.name)
-            else:
-                there.add(change.meta.name)
-            if is_whole and there == set(wanted):
-                return
-
-
-async def fail(api: Api, namespace: str, name: str, code: int = 1) -> None:
-    """What a kubelet says of a pod whose program ended."""
-    state = {"terminated": {"exitCode": code, "reason": "Error"}}
-    container = {"name": "main", "image": "none", "imageID": "", "ready": False, "restartCount": 0}
-    status = {"phase": "Failed", "containerStatuses": [{**container, "state": state}]}
-    await api.patch(PODS, name, {"status": status}, namespace, subresource="status")
-
-
-class Stage:
-    """A platform that is watched, and what it said to people."""
-
-    def __init__(self, api: Api, job: ElasticJob, known: Collection[NodeId] = ()) -> None:
-        self.said: list[str] = []
-        self._has_said = asyncio.Event()
-        self.platform = KubernetesPlatform(api, job, known=known, say=self._hear)
-        self.seen = Sightings(self.platform)
-
-    def _hear(self, text: str) -> None:
-        self.said.append(text)
-        self._has_said.set()
-
-    async def until_said(self, words: str) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not any(words in text for text in self.said):
-                self._has_said.clear()
-                await self._has_said.wait()
-
-    async def __aenter__(self) -> "Stage":
-        await self.seen.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self.seen.__aexit__(None, None, None)
-        await self.platform.close()
 
 
 def test_a_pod_that_is_refused_holds_nobody_up(
@@ -132,6 +60,37 @@ def test_a_pod_that_is_refused_holds_nobody_up(
             assert refused.reason is ExitReason.ERROR
             assert "imagePullPolicy" in refused.message
             assert await names_of(api, namespace) == ["job-edljob-worker-2"]
+
+    runner.run(scene())
+
+
+def test_a_template_that_server_side_apply_refuses_is_launched(
+    api: Api, namespace: str, runner: asyncio.Runner
+) -> None:
+    """Manifests that ran with the prior art have such: so pods are created, not applied."""
+
+    async def scene() -> None:
+        main = {
+            "name": "main",
+            "image": "none",
+            "resources": {"limits": {"nvidia.com/gpu": 8, "cpu": 0.5}},
+            "env": [{"name": "TWICE", "value": "1"}, {"name": "TWICE", "value": "2"}],
+            "ports": [{"name": "a", "containerPort": 80}, {"name": "b", "containerPort": 80}],
+        }
+        role = Role(
+            template=template(
+                containers=[main],
+                volumes=[{"name": "cache", "emptyDir": {"sizeLimit": 1000}}],
+                imagePullSecrets=[{"name": "twice"}, {"name": "twice"}],
+            )
+        )
+        job = replace(job_in(namespace), roles={"worker": role})
+        async with Stage(api, job) as stage:
+            await stage.platform.launch(order(1))
+            await stage.seen.of_node(1, Phase.PENDING)
+        pod = node_pod(job, order(2))
+        with pytest.raises(HoldfastError):
+            await api.apply(PODS, pod["metadata"]["name"], pod, namespace, manager="test")
 
     runner.run(scene())
 
@@ -326,6 +285,33 @@ def test_of_each_rank_the_last_pod_that_ended_is_kept_for_its_log(
         await fail(api, namespace, "job-edljob-worker-2")
         async with Stage(api, job_in(namespace)):
             await until_pods(api, namespace, "job-edljob-worker-3", "job-edljob-worker-9")
+
+    runner.run(scene())
+
+
+def test_an_order_tried_again_makes_no_second_pod_of_a_node_that_is_gone(
+    api: Api, cluster: Cluster, namespace: str, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    """The server made the pod and its answer was lost; the pod ran and was deleted. Whichever comes
+    first afterwards, the next try or the watch: the node is gone, and its pod stays gone."""
+
+    async def scene() -> None:
+        job = job_in(namespace)
+        async with lined(cluster, tmp_path) as (line, far), Stage(far, job) as stage:
+            await stage.platform.launch(order(1))
+            await stage.seen.of_node(1)
+            line.cut()
+            await stage.platform.launch(order(2))
+            await stage.until_said("pods are made and removed as soon as that is possible")
+            await api.create(PODS, node_pod(job, order(2)), namespace)
+            await fail(api, namespace, "job-edljob-worker-2", code=137)
+            await api.delete(PODS, "job-edljob-worker-2", namespace, grace_s=0)
+            line.mend()
+            await stage.seen.of_node(2, Phase.GONE)
+            await stage.platform.launch(order(2))
+            await stage.platform.launch(order(3))
+            await stage.seen.of_node(3)
+            await until_pods(api, namespace, "job-edljob-worker-1", "job-edljob-worker-3")
 
     runner.run(scene())
 

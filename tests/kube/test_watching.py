@@ -2,10 +2,8 @@
 """Following objects through everything that a real API server and a network do to a watch."""
 
 import asyncio
-import json
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import msgspec
 import pytest
 
 from holdfast.platforms.kubernetes.api import CONFIG_MAPS, CRDS, Api, Expired, Kind
-from holdfast.platforms.kubernetes.config import Access
 from holdfast.platforms.kubernetes.watching import Listed, Seen, follow
 from tests.kube.cluster import Cluster, OwnCluster
+from tests.kube.line import lined
 
 pytestmark = pytest.mark.kube
 
@@ -78,73 +76,6 @@ class Follower:
     async def end(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task], timeout=WAIT_S)
-
-
-class Line:
-    """The network between a client and the API server: it can be cut and mended."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._open: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_cut = False
-        self.port = 0
-
-    async def lay(self) -> asyncio.Server:
-        server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        return server
-
-    def cut(self) -> None:
-        self._is_cut = True
-        for writer in self._open:
-            writer.transport.abort()
-
-    def mend(self) -> None:
-        self._is_cut = False
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_cut:
-            writer.transport.abort()
-            return
-        try:
-            far_reader, far = await asyncio.open_connection(self._cluster.address, 6443)
-        except OSError:
-            writer.transport.abort()
-            return
-        self._open |= {writer, far}
-        for source, sink in ((reader, far), (far_reader, writer)):
-            task = asyncio.create_task(self._copy(source, sink))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            while piece := await source.read(2**16):
-                sink.write(piece)
-                await sink.drain()
-        except OSError:
-            pass
-        sink.transport.abort()
-        self._open.discard(sink)
-
-
-@asynccontextmanager
-async def lined(cluster: Cluster, folder: Path) -> AsyncIterator[tuple[Line, Api]]:
-    """A client behind a line."""
-    line = Line(cluster)
-    server = await line.lay()
-    config = json.loads(cluster.kubeconfig().read_text())
-    config["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{line.port}"
-    path = folder / f"lined-{line.port}"
-    path.write_text(json.dumps(config))
-    api = Api(Access.find(path))
-    try:
-        yield line, api
-    finally:
-        await api.close()
-        line.cut()
-        server.close()
 
 
 def test_first_everything_is_listed_then_every_change_comes_once(

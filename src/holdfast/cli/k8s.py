@@ -9,12 +9,15 @@ from holdfast.model.errors import UsageError
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+SUSPEND_S = 900.0
+"""Nodes may take minutes to save, and others to get a machine."""
+
 
 def add_parser(commands: Commands) -> None:
     """Declare the command with its own commands."""
     parser = commands.add_parser(
         "k8s",
-        help="jobs in a Kubernetes cluster: render, submit, status, logs, scale, delete",
+        help="jobs in a Kubernetes cluster: submit, status, logs, scale, ...",
         description="Deal with ElasticJobs in a Kubernetes cluster.",
         epilog="Exit codes: 0 done, 1 refused, failed or not reachable, 2 usage or a manifest with "
         "mistakes.",
@@ -26,6 +29,8 @@ def add_parser(commands: Commands) -> None:
     _add_status(own)
     _add_logs(own)
     _add_scale(own)
+    _add_suspend(own, "suspend", "take all nodes of a job away, after they have saved")
+    _add_suspend(own, "resume", "let a suspended job go on where it was")
     _add_delete(own)
     parser.set_defaults(run=_run)
 
@@ -85,7 +90,12 @@ def _add_logs(commands: Commands) -> None:
     parser.add_argument("--role", default="worker", metavar="ROLE", help="(default worker)")
     parser.add_argument("--master", action="store_true", help="the master's instead of a node's")
     parser.add_argument("-c", "--container", default="", metavar="NAME", help="(default: the main)")
-    parser.add_argument("-f", "--follow", action="store_true", help="until the pod ends")
+    parser.add_argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="over all its pods, until the job is over",
+    )
     parser.add_argument("--tail", type=_count, metavar="N", help="only the last lines")
 
 
@@ -95,6 +105,22 @@ def _add_scale(commands: Commands) -> None:
     _add_cluster(parser)
     parser.add_argument("--replicas", type=_count, required=True, metavar="N")
     parser.add_argument("--role", default="worker", metavar="ROLE", help="(default worker)")
+
+
+def _add_suspend(commands: Commands, name: str, help: str) -> None:
+    parser = _add(commands, name, help)
+    parser.add_argument("job", metavar="JOB")
+    _add_cluster(parser)
+    parser.add_argument(
+        "--no-wait", action="store_true", help="ask for it, and leave it to the cluster"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=SUSPEND_S,
+        metavar="S",
+        help=f"wait at most this many seconds (default {SUSPEND_S:g}); exit code 1 if not done",
+    )
 
 
 def _add_delete(commands: Commands) -> None:

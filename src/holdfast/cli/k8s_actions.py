@@ -4,14 +4,13 @@
 import argparse
 import asyncio
 import copy
-import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import uvloop
 
-from holdfast.cli import k8s_manifests, k8s_show
+from holdfast.cli import k8s_logs, k8s_manifests, k8s_show
 from holdfast.model.errors import RejectedError, TimedOutError, UsageError
 from holdfast.platforms.kubernetes import names
 from holdfast.platforms.kubernetes.api import (
@@ -24,8 +23,8 @@ from holdfast.platforms.kubernetes.api import (
 )
 from holdfast.platforms.kubernetes.config import Access
 from holdfast.platforms.kubernetes.manifest import read_job
-from holdfast.platforms.kubernetes.pods import MAIN_ANNOTATION, Pod
-from holdfast.platforms.kubernetes.status import FINAL, SUCCEEDED
+from holdfast.platforms.kubernetes.pods import Pod
+from holdfast.platforms.kubernetes.status import FINAL, RUNNING, SUCCEEDED, SUSPENDED
 from holdfast.platforms.kubernetes.watching import Seen, follow
 from holdfast.runtime.observe import sayer
 
@@ -98,7 +97,19 @@ async def _wait(api: Api, jobs: Sequence[dict[str, Any]], timeout_s: float | Non
 
 
 async def _end_of(api: Api, namespace: str, name: str, uid: str) -> bool:
-    """Tells how the job goes, each thing once, until it is over; True if it ended well."""
+    """Tells how the job goes until it is over; True if it ended well."""
+    async with aclosing(_told(api, namespace, name, uid)) as statuses:
+        async for status in statuses:
+            if status.get("phase") in FINAL or k8s_show.is_malformed(status):
+                return bool(status.get("phase") == SUCCEEDED)
+    return False
+
+
+async def _told(
+    api: Api, namespace: str, name: str, uid: str
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The job's status, now and whenever it changes, until the job is deleted. Tells people too,
+    each thing once."""
     said, is_there = "", False
     one = f"metadata.name={name}"
     changes = follow(api, ELASTICJOBS, namespace, fields=one, say=sayer("k8s"))
@@ -110,16 +121,14 @@ async def _end_of(api: Api, namespace: str, name: str, uid: str) -> bool:
                 continue
             if not is_there:
                 print(f"elasticjob/{name} was deleted", flush=True)
-                return False
+                return
             if isinstance(change, Seen):
                 status = change.obj.get("status") or {}
                 line = k8s_show.line_of(name, status)
                 if line != said:
                     print(line, flush=True)
                     said = line
-                if status.get("phase") in FINAL or k8s_show.is_malformed(status):
-                    return bool(status.get("phase") == SUCCEEDED)
-    raise AssertionError("following a job never ends by itself")
+                yield status
 
 
 # ---- looking -------------------------------------------------------------------------------------
@@ -140,27 +149,8 @@ async def _status(api: Api, namespace: str, arguments: argparse.Namespace) -> in
 
 
 async def _logs(api: Api, namespace: str, arguments: argparse.Namespace) -> int:
-    await _get(api, arguments.job, namespace)
-    role = names.MASTER_ROLE if arguments.master else arguments.role
-    selector = f"{names.selector(arguments.job, role)},{names.NODE_RANK_LABEL}={arguments.rank}"
-    found = await api.list(PODS, namespace, labels=selector, type=Pod)
-    if not found.items:
-        raise RejectedError(f"the job {arguments.job} has no pod of {role} {arguments.rank} now")
-    pod = max(found.items, key=lambda pod: int(pod.metadata.labels.get(names.NODE_ID_LABEL, "0")))
-    pieces = api.log(
-        pod.metadata.name,
-        namespace,
-        container=arguments.container
-        or pod.metadata.annotations.get(MAIN_ANNOTATION)
-        or pod.main().name,
-        tail=arguments.tail,
-        follow=arguments.follow,
-    )
-    async with aclosing(pieces):
-        async for piece in pieces:
-            sys.stdout.buffer.write(piece)
-            sys.stdout.buffer.flush()
-    return 0
+    job = await _get(api, arguments.job, namespace)
+    return await k8s_logs.logs(api, namespace, job, arguments)
 
 
 # ---- changing ------------------------------------------------------------------------------------
@@ -172,9 +162,7 @@ async def _scale(api: Api, namespace: str, arguments: argparse.Namespace) -> int
     role, nodes = arguments.role, arguments.replicas
     if role not in roles or role in (names.MASTER_ROLE, "master"):
         raise UsageError(f"the job {arguments.job} has no nodes of the role {role}")
-    phase = (job.get("status") or {}).get("phase")
-    if phase in FINAL:
-        raise RejectedError(f"the job {arguments.job} is over: it has {phase.lower()}")
+    _refuse_if_over(arguments.job, job.get("status") or {})
     before = roles[role].get("replicas", 1)
     changed = copy.deepcopy(job)
     changed["spec"]["replicaSpecs"][role]["replicas"] = nodes
@@ -185,6 +173,63 @@ async def _scale(api: Api, namespace: str, arguments: argparse.Namespace) -> int
     await api.patch(ELASTICJOBS, arguments.job, patch, namespace)
     print(f"elasticjob/{arguments.job}: {role} {before} -> {nodes}")
     return 0
+
+
+async def _suspend(api: Api, namespace: str, arguments: argparse.Namespace) -> int:
+    return await _set_suspend(api, namespace, arguments, suspend=True)
+
+
+async def _resume(api: Api, namespace: str, arguments: argparse.Namespace) -> int:
+    return await _set_suspend(api, namespace, arguments, suspend=False)
+
+
+async def _set_suspend(
+    api: Api, namespace: str, arguments: argparse.Namespace, *, suspend: bool
+) -> int:
+    name, timeout_s = arguments.job, arguments.timeout
+    job = await _get(api, name, namespace)
+    _refuse_if_over(name, job.get("status") or {})
+    changed = await api.patch(ELASTICJOBS, name, {"spec": {"suspend": suspend}}, namespace)
+    what = "to be suspended" if suspend else "to go on"
+    print(f"elasticjob/{name} is {what}", flush=True)
+    if arguments.no_wait:
+        return 0
+    meta = changed["metadata"]
+    is_so = _is_suspended if suspend else _is_resumed
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            aclosing(_told(api, namespace, name, meta["uid"])) as statuses,
+        ):
+            async for status in statuses:
+                _refuse_if_over(name, status)
+                if k8s_show.is_malformed(status):
+                    return 1
+                # Until then the status is about the spec as it was before.
+                observed = (status.get("observed") or {}).get("generation", meta["generation"])
+                if observed >= meta["generation"] and is_so(status):
+                    return 0
+        return 1
+    except TimeoutError as exc:
+        raise TimedOutError(
+            f"after {timeout_s:g} s elasticjob/{name} is still {what}; the cluster works on it"
+        ) from exc
+
+
+def _is_suspended(status: Mapping[str, Any]) -> bool:
+    """Whether all its nodes have gone."""
+    counts = (status.get("replicaStatuses") or {}).values()
+    return status.get("phase") == SUSPENDED and not any(count.get("active") for count in counts)
+
+
+def _is_resumed(status: Mapping[str, Any]) -> bool:
+    return status.get("phase") == RUNNING
+
+
+def _refuse_if_over(name: str, status: Mapping[str, Any]) -> None:
+    phase = status.get("phase")
+    if phase in FINAL:
+        raise RejectedError(f"the job {name} is over: it has {phase.lower()}")
 
 
 async def _delete(api: Api, namespace: str, arguments: argparse.Namespace) -> int:
@@ -215,5 +260,7 @@ _ACTIONS: dict[str, Action] = {
     "status": _status,
     "logs": _logs,
     "scale": _scale,
+    "suspend": _suspend,
+    "resume": _resume,
     "delete": _delete,
 }

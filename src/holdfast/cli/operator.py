@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import signal
 import socket
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
@@ -49,6 +50,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--kubeconfig", type=Path, metavar="FILE", help="how to reach the cluster from outside"
     )
     parser.add_argument("--context", default="", metavar="NAME", help="a context of that file")
+    parser.add_argument(
+        "--http",
+        default="",
+        metavar="HOST:PORT",
+        help="answer /healthz and /readyz there, for the probes of Kubernetes (default: nowhere)",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -63,35 +70,41 @@ async def _serve(arguments: argparse.Namespace) -> None:
     try:
         from holdfast.platforms.kubernetes.api import Api
         from holdfast.platforms.kubernetes.config import Access
+        from holdfast.platforms.kubernetes.operator.health import Health
         from holdfast.platforms.kubernetes.operator.leader import Leadership
         from holdfast.platforms.kubernetes.operator.process import Operator
+        from holdfast.runtime.http import HttpServer
     except ModuleNotFoundError as exc:
         raise UsageError(f"{exc}: install holdfast[kubernetes]") from exc
     say = sayer("operator")
     access = Access.find(arguments.kubeconfig, arguments.context)
     api = Api(access)
+    me = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    leadership = Leadership(api, arguments.lease_namespace or access.namespace, me, say=say)
+    health = Health(leadership)
 
     async def act() -> None:
-        operator = Operator(
+        health.operator = Operator(
             api,
             namespaces=arguments.namespace,
             default_image=arguments.master_image,
             say=say,
         )
-        await operator.run()
+        await health.operator.run()
 
-    me = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-    namespace = arguments.lease_namespace or access.namespace
-    holding = asyncio.create_task(Leadership(api, namespace, me, say=say).hold(act))
+    async with AsyncExitStack() as open_things:
+        open_things.push_async_callback(api.close)
+        if arguments.http:
+            http = await HttpServer.start(arguments.http, health.application())
+            open_things.push_async_callback(http.close)
+            say(f"answers /healthz and /readyz on {http.address}")
+        holding = asyncio.create_task(leadership.hold(act))
 
-    def end(number: signal.Signals) -> None:
-        say(f"stopped by {number.name}")
-        holding.cancel()
+        def end(number: signal.Signals) -> None:
+            say(f"stopped by {number.name}")
+            holding.cancel()
 
-    on_end_signals(end)
-    try:
+        on_end_signals(end)
         await asyncio.wait({holding})
         if not holding.cancelled():
             holding.result()
-    finally:
-        await api.close()

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The master's side for people and tools: HTTP with JSON state, metrics and health.
 
-It answers questions and takes no orders: every route is a GET, and no request body is ever read. It
-shares the event loop with the job, so a connection has one request and a few seconds for it.
+It answers questions and takes no orders: every route is a GET, and no request body is ever read.
 """
 
-import asyncio
 import hashlib
 import hmac
 import ssl
@@ -18,22 +16,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from holdfast.master.metrics import CONTENT_TYPE, Metrics
-from holdfast.model.errors import StateError, UsageError
-from holdfast.runtime.transport import join_address, split_address
+from holdfast.runtime.http import HttpServer, explain
 
 View = Callable[[], dict[str, object]]
-
-CONNECTIONS_MAX = 64
-CONNECTION_S = 10.0
-"""A peer that has not sent its request and read the answer by then is cut off."""
-HEADER_BYTES_MAX = 16 * 1024
-FAREWELL_S = 1.0
-"""How long answers that are under way may take when the server closes."""
 
 _INDEX = """\
 Holdfast master
@@ -41,7 +28,6 @@ GET /healthz      whether the master serves
 GET /metrics      for Prometheus
 GET /api/v1/job   the job as JSON; needs Authorization: Bearer KEY (see docs/http.md)
 """
-_EVERY_ANSWER = [(b"connection", b"close"), (b"cache-control", b"no-store")]
 
 
 def http_key(token: bytes) -> str:
@@ -49,82 +35,12 @@ def http_key(token: bytes) -> str:
     return hmac.new(token, b"holdfast/http", hashlib.sha256).hexdigest()
 
 
-class HttpServer:
-    """A listening socket in the running event loop."""
-
-    def __init__(self, server: asyncio.Server, state: ServerState, address: str) -> None:
-        self._server = server
-        self._state = state
-        self.address = address
-
-    @classmethod
-    async def start(
-        cls, listen: str, view: View, token: bytes, *, tls: ssl.SSLContext | None = None
-    ) -> "HttpServer":
-        """Serve on "HOST:PORT" (port 0: the kernel chooses). StateError if that is impossible.
-
-        Of uvicorn only the protocol is used: its server takes over signals, polls, and ends the
-        process when it cannot listen.
-        """
-        host, port = _parse(listen)
-        config = Config(
-            _guarded(_application(view), http_key(token)),
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            limit_concurrency=CONNECTIONS_MAX,
-            h11_max_incomplete_event_size=HEADER_BYTES_MAX,
-        )
-        config.load()
-        state = ServerState()
-        state.default_headers = _EVERY_ANSWER
-
-        def accept() -> _Connection:
-            return _Connection(config=config, server_state=state, app_state={})
-
-        loop = asyncio.get_running_loop()
-        try:
-            server = await loop.create_server(accept, host, port, ssl=tls, reuse_address=True)
-        except OSError as exc:
-            raise StateError(f"cannot listen on {listen}: {exc.strerror or exc}") from exc
-        bound = server.sockets[0].getsockname()
-        return cls(server, state, join_address(host, bound[1]))
-
-    async def close(self) -> None:
-        """Stop listening, let the answers under way out within FAREWELL_S, and cut the rest off."""
-        self._server.close()
-        for connection in list(self._state.connections):
-            connection.shutdown()
-        if self._state.tasks:
-            await asyncio.wait(set(self._state.tasks), timeout=FAREWELL_S)
-        for connection in list(self._state.connections):
-            connection.transport.abort()
-
-
-class _Connection(H11Protocol):
-    """Uvicorn's protocol with a limit to the life of a connection."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._deadline = self.loop.call_later(CONNECTION_S, transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._deadline.cancel()
-        super().connection_lost(exc)
-
-
-def _parse(listen: str) -> tuple[str, int]:
-    try:
-        host, port = split_address(listen)
-    except ValueError:
-        host, port = "", -1
-    if not host or not 0 <= port < 65536:
-        raise UsageError(f"the HTTP address must be HOST:PORT, not {listen!r}")
-    return host, port
+async def serve(
+    listen: str, view: View, token: bytes, *, tls: ssl.SSLContext | None = None
+) -> HttpServer:
+    """Serve on "HOST:PORT" what `view` shows, to whoever has the key of this token."""
+    application = _guarded(_application(view), http_key(token))
+    return await HttpServer.start(listen, application, tls=tls)
 
 
 def _application(view: View) -> ASGIApp:
@@ -149,19 +65,8 @@ def _application(view: View) -> ASGIApp:
             Route("/metrics", metrics_text),
             Route("/api/v1/job", job),
         ],
-        exception_handlers={HTTPException: _explain},
+        exception_handlers={HTTPException: explain},
     )
-
-
-async def _explain(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException)
-    if exc.status_code == 404:
-        sentence = f"there is nothing at {request.url.path}; GET / lists what there is"
-    elif exc.status_code == 405:
-        sentence = f"{request.method} is not served: there is only GET"
-    else:
-        sentence = exc.detail
-    return JSONResponse({"error": sentence}, exc.status_code, exc.headers)
 
 
 def _guarded(application: ASGIApp, key: str) -> ASGIApp:

@@ -16,8 +16,9 @@ import msgspec
 from holdfast.core.job import events as ev
 from holdfast.core.job import flow
 from holdfast.core.job.records import decode_record, encode_record
+from holdfast.core.kernel import Event
 from holdfast.master import notes
-from holdfast.master.http import HttpServer
+from holdfast.master.http import serve
 from holdfast.master.service import Service
 from holdfast.model.errors import StateError
 from holdfast.model.ids import NodeId
@@ -120,13 +121,13 @@ async def _serve(
         open_things.push_async_callback(server.close)
         http_address = ""
         if settings.http:
-            http = await HttpServer.start(settings.http, service.view, token, tls=secured)
+            http = await serve(settings.http, service.view, token, tls=secured)
             open_things.push_async_callback(http.close)
             http_address = http.address
         await _surround(engine, surroundings, open_things)
         note = notes.write(settings, server.address, http_address, token_file)
         open_things.callback(note.unlink, missing_ok=True)
-        driver.feed(ev.MasterStarted(nonce=secrets.token_hex(4)))
+        engine.start(nonce=secrets.token_hex(4))
         handed_over = _stop_on_signals(driver, lifeline, hands_over=settings.hands_over)
         announce(server.address)
         ends = (service.finished, engine.fatal, handed_over)
@@ -144,6 +145,10 @@ class Engine:
     driver: Driver
     service: Service
     fatal: asyncio.Future[m.JobEnded | None]
+
+    def start(self, nonce: str) -> None:
+        """Begin to serve, under a name that no other start has."""
+        self.driver.feed(ev.MasterStarted(nonce, self.driver.position))
 
     def running_nodes(self) -> frozenset[NodeId]:
         """Those that the platform had when the last master looked."""
@@ -167,8 +172,9 @@ def build_engine(
     *,
     monotonic: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = wall_clock,
+    watch: Callable[[Event], None] = lambda event: None,
 ) -> Engine:
-    """The engine as the journal left it. It serves nobody yet."""
+    """The engine as the journal left it. It serves nobody yet. `watch` is told what happens."""
     entries = journal.load()
     job_core = replayed(job, spec, entries)
     clock = JobClock(entries, wall(), monotonic)
@@ -179,6 +185,11 @@ def build_engine(
             fatal.set_exception(exc)
 
     service = Service(job, job_core, now=clock.now, say=say)
+
+    def observe(event: Event, now: float) -> None:
+        watch(event)
+        service.observe(event, now)
+
     driver = Driver(
         job_core.core,
         journal,
@@ -186,10 +197,10 @@ def build_engine(
         wall=wall,
         encode=encode_record,
         execute=service.execute,
-        observe=service.observe,
+        observe=observe,
         failed=failed,
     )
-    service.connect_core(driver.feed)
+    service.connect_core(driver.feed, lambda: driver.position)
     return Engine(job_core, driver, service, fatal)
 
 

@@ -267,12 +267,18 @@ class Api:
         *,
         container: str = "",
         tail: int | None = None,
+        since_s: int | None = None,
         follow: bool = False,
     ) -> AsyncGenerator[bytes, None]:
-        """What a pod has printed, in pieces; with `follow` until it ends."""
+        """What a pod has printed, in pieces; with `follow` until it ends.
+
+        Of what is there already the last `tail` lines, or what came in the last `since_s`.
+        """
         params: dict[str, str | int] = {"container": container} if container else {}
         if tail is not None:
             params["tailLines"] = tail
+        if since_s is not None:
+            params["sinceSeconds"] = since_s
         if follow:
             params["follow"] = "true"
         path = PODS.path(namespace, name, "log")

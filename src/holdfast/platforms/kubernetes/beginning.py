@@ -17,7 +17,7 @@ from holdfast.platforms.kubernetes.answers import NotFound, Unavailable
 from holdfast.platforms.kubernetes.api import Api
 from holdfast.platforms.kubernetes.kinds import ELASTICJOBS, PODS
 from holdfast.platforms.kubernetes.manifest import ElasticJob, read_job
-from holdfast.platforms.kubernetes.outbox import pause
+from holdfast.platforms.kubernetes.pauses import Pauses
 from holdfast.platforms.kubernetes.watching import Listed, follow
 from holdfast.runtime.observe import Say
 
@@ -33,7 +33,8 @@ async def own_job(
     except NotFound:
         raise UsageError(f"there is no ElasticJob {name} in the namespace {namespace}") from None
     job, problems = read_job(obj)
-    fatal = [str(problem) for problem in problems if problem.fatal]
+    # Its journal knows its size, and the core keeps the limits of a job that has to begin anew.
+    fatal = [str(one) for one in problems if one.fatal and not one.at_start_only]
     if fatal:
         raise UsageError(f"the ElasticJob {name} cannot be run: {'; '.join(fatal)}")
     return job, obj.get("status") or {}
@@ -99,12 +100,11 @@ def _node_id(pod: Mapping[str, Any]) -> int:
 
 async def _patiently(ask: Callable[[], Awaitable[T]], say: Say) -> T:
     """Ask until somebody answers."""
-    failures = 0
+    pauses = Pauses()
     while True:
         try:
             return await ask()
         except Unavailable as exc:
-            if failures == 0:
+            if pauses.failures == 0:
                 say(f"{exc}; trying again until it answers")
-            await pause(failures, exc.retry_after_s)
-            failures += 1
+            await asyncio.sleep(pauses.after(exc))

@@ -2,14 +2,11 @@
 """Writes that must arrive, whatever becomes of the API server meanwhile, and hold nobody up."""
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 
 from holdfast.platforms.kubernetes.answers import NotFound, Refusal, Unavailable
+from holdfast.platforms.kubernetes.pauses import Pauses
 from holdfast.runtime.observe import Say
-
-PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Between two tries while nobody answers, each shortened at random."""
 
 FORBIDDEN = 403
 FORBIDDEN_TRIES = 6
@@ -52,36 +49,29 @@ class Outbox:
         return self._is_empty.is_set()
 
     async def _work(self) -> None:
-        failures = forbidden = 0
+        outage, forbidden = Pauses(), Pauses()
         while True:
             await self._has_work.wait()
             key, write = next(iter(self._writes.items()))
             try:
                 await write()
             except Unavailable as exc:
-                if failures == 0:
+                if outage.failures == 0:
                     self._say(f"{exc}; what is to be written waits until it answers")
-                await pause(failures, exc.retry_after_s)
-                failures += 1
+                await asyncio.sleep(outage.after(exc))
                 continue
             except NotFound:
                 pass
             except Refusal as exc:
-                if exc.status == FORBIDDEN and forbidden < FORBIDDEN_TRIES:
-                    await pause(forbidden)
-                    forbidden += 1
+                if exc.status == FORBIDDEN and forbidden.failures < FORBIDDEN_TRIES:
+                    await asyncio.sleep(forbidden.after(exc))
                     continue
                 self._say(f"the {key} cannot be written: {exc}")
-            failures = forbidden = 0
+            outage.renew()
+            forbidden.renew()
             # A newer one may have come meanwhile.
             if self._writes[key] is write:
                 del self._writes[key]
             if not self._writes:
                 self._has_work.clear()
                 self._is_empty.set()
-
-
-async def pause(failures: int, least_s: float = 0.0) -> None:
-    """Longer and longer, and not as long as everybody else."""
-    pause_s = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
-    await asyncio.sleep(max(least_s, pause_s * random.uniform(0.5, 1.0)))

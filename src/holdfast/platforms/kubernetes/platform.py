@@ -12,7 +12,6 @@ ended while others run on is deleted: what it reserves is needed for its success
 
 import asyncio
 import enum
-import random
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -27,7 +26,7 @@ from holdfast.platforms.kubernetes.api import Api
 from holdfast.platforms.kubernetes.gang import pod_group
 from holdfast.platforms.kubernetes.kinds import PODS, SERVICES, Kind
 from holdfast.platforms.kubernetes.manifest import ElasticJob
-from holdfast.platforms.kubernetes.outbox import PAUSES_S
+from holdfast.platforms.kubernetes.pauses import Pauses
 from holdfast.platforms.kubernetes.pods import Pod, sighting
 from holdfast.platforms.kubernetes.render import node_pod, node_service
 from holdfast.platforms.kubernetes.watching import Listed, Seen, follow
@@ -135,7 +134,13 @@ class KubernetesPlatform:
         seen = sighting(pod, gone=change.gone)
         if seen is not None:
             self._tell(seen)
+        if isinstance(self._wishes.get(node_id), Order):
+            # The server has made it, whether we heard its answer or not.
+            del self._wishes[node_id]
+            self._wakes[node_id].set()
         if change.gone:
+            # A node lives once: what is still under way must not bring it back.
+            self._removed.add(node_id)
             self._pods.pop(node_id, None)
             return
         self._pods[node_id] = pod
@@ -181,28 +186,26 @@ class KubernetesPlatform:
 
     async def _fulfil(self, node_id: NodeId) -> None:
         """Work on the newest wish for this node until there is none."""
-        wake, failures = self._wakes[node_id], 0
+        wake, pauses = self._wakes[node_id], Pauses()
         try:
             while (wish := self._wishes.get(node_id)) is not None:
                 wake.clear()
-                pause_s = _pause_s(failures)
+                error: Exception | None = None
                 try:
                     is_done = await self._try(node_id, wish)
                     self._undone.discard(node_id)
                 except (Unavailable, Refusal) as exc:
-                    is_done = False
-                    if isinstance(exc, Unavailable):
-                        pause_s = max(pause_s, exc.retry_after_s)
+                    is_done, error = False, exc
                     if not self._undone:
                         self._say(f"{exc}; pods are made and removed as soon as that is possible")
                     self._undone.add(node_id)
-                if is_done and self._wishes[node_id] is wish:
-                    del self._wishes[node_id]
-                elif not is_done:
-                    failures += 1
+                if not is_done:
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(wake.wait(), pause_s)
+                        await asyncio.wait_for(wake.wait(), pauses.after(error))
+                elif self._wishes.get(node_id) is wish:
+                    del self._wishes[node_id]
         finally:
+            self._undone.discard(node_id)
             del self._errands[node_id], self._wakes[node_id]
 
     async def _try(self, node_id: NodeId, wish: _Wish) -> bool:
@@ -219,6 +222,8 @@ class KubernetesPlatform:
             await self._gather_gang(order)
             if service is not None:
                 await self._apply(SERVICES, service)
+            # Not server-side apply: a pod that is there cannot become another one, so there is
+            # nothing to apply to it; docs/kubernetes.md says what else it would break.
             await self._api.create(PODS, pod, job.namespace, strict=True)
         except Conflict:
             return await self._is_there(order, pod["metadata"]["name"])
@@ -277,8 +282,3 @@ class KubernetesPlatform:
     async def _apply(self, kind: Kind, body: Mapping[str, Any]) -> None:
         name, namespace = body["metadata"]["name"], self._job.namespace
         await self._api.apply(kind, name, body, namespace, manager=names.MASTER_MANAGER)
-
-
-def _pause_s(failures: int) -> float:
-    """Before the next try: shortened at random, so that hundreds do not come at once."""
-    return PAUSES_S[min(failures, len(PAUSES_S) - 1)] * random.uniform(0.5, 1.0)

@@ -7,22 +7,18 @@ about any object: what cannot be looked up is unknown, not gone.
 """
 
 import asyncio
-import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Generic
 
 from holdfast.model.errors import RejectedError, RetryableError
-from holdfast.platforms.kubernetes.answers import Change, Expired, Listing, Meta, T, Unavailable
+from holdfast.platforms.kubernetes.answers import Change, Expired, Listing, Meta, T
 from holdfast.platforms.kubernetes.api import Api
 from holdfast.platforms.kubernetes.kinds import Kind
+from holdfast.platforms.kubernetes.pauses import Pauses
 from holdfast.runtime.observe import Say
 
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 10.0
-RETRY_AFTER_MAX_S = 60.0
-"""A server may ask to be left alone for longer; it is asked after this long all the same."""
 SOUND_S = 30.0
 """A watch that lasted this long was no failure, even if nothing happened in it."""
 PAGE = 250
@@ -125,13 +121,13 @@ class _Patience:
     def __init__(self, kind: Kind, say: Say | None) -> None:
         self._what = kind.plural
         self._say = say
-        self._pause_s = FIRST_PAUSE_S
-        self._least_s = 0.0
+        self._pauses = Pauses()
+        self._error: Exception | None = None
         self._failing_since: float | None = None
 
     def failed(self, exc: Exception) -> None:
         """Nobody answered, or not what was wanted."""
-        self._least_s = exc.retry_after_s if isinstance(exc, Unavailable) else 0.0
+        self._error = exc
         if self._failing_since is None:
             self._failing_since = asyncio.get_running_loop().time()
             self._tell(f"{self._what} cannot be watched, trying again until they can: {exc}")
@@ -145,14 +141,12 @@ class _Patience:
 
     def renew(self) -> None:
         """All is well: the next pause is short again."""
-        self._pause_s = FIRST_PAUSE_S
+        self._pauses.renew()
 
     async def pause(self) -> None:
-        # Not all at the same moment, when a server comes back that many wait for.
-        pause_s = max(self._pause_s * random.uniform(0.5, 1.0), self._least_s)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._least_s = 0.0
-        await asyncio.sleep(min(pause_s, RETRY_AFTER_MAX_S))
+        pause_s = self._pauses.after(self._error)
+        self._error = None
+        await asyncio.sleep(pause_s)
 
     def _tell(self, text: str) -> None:
         if self._say is not None:

@@ -87,6 +87,14 @@ class Leadership:
         self._changed = asyncio.Event()
         #: Until when this one may act, by the loop's clock.
         self._leads_until = 0.0
+        self.leads = False
+        """Whether this candidate acts now."""
+
+    @property
+    def knows_leader(self) -> bool:
+        """Whether somebody else leads, as far as can be seen."""
+        now = asyncio.get_running_loop().time()
+        return isinstance(decide(self._lease, self._me, seen_at=self._seen_at, now=now), Wait)
 
     async def hold(self, act: Callable[[], Awaitable[None]]) -> None:
         """Run `act` whenever, and only while, this candidate leads. Ends only by cancellation, or
@@ -95,9 +103,11 @@ class Leadership:
             async with self._watching():
                 await self._acquire()
             self._say(f"{self._me} leads")
+            self.leads = True
             try:
                 await self._lead(act)
             finally:
+                self.leads = False
                 await self._release()
             self._say(f"{self._me} leads no more")
 

@@ -6,7 +6,6 @@ tried again after growing pauses, and the others do not notice.
 """
 
 import asyncio
-import random
 import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -35,6 +34,7 @@ from holdfast.platforms.kubernetes.operator import objects
 from holdfast.platforms.kubernetes.operator import reconcile as rec
 from holdfast.platforms.kubernetes.operator.observed import SELECTOR, Child, MasterPod, Observed
 from holdfast.platforms.kubernetes.operator.sight import Key, Sight, read_child
+from holdfast.platforms.kubernetes.pauses import Pauses
 from holdfast.platforms.kubernetes.pods import Pod
 from holdfast.platforms.kubernetes.watching import Listed, follow
 from holdfast.runtime.observe import Say, wall_clock
@@ -44,7 +44,7 @@ AROUND_MASTERS = (PODS, SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, PVCS)
 
 PAUSE_S = 0.5
 PAUSE_MAX_S = 30.0
-AFTER_A_BUG_S = 30.0
+"""Between two tries for one job."""
 
 
 class Operator:
@@ -67,13 +67,19 @@ class Operator:
         self._events = EventLog(api, names.OPERATOR_MANAGER, now=now)
         self._sight = Sight()
         self._keepers: dict[Key, _Keeper] = {}
-        self._unlisted: set[tuple[Kind, str | None]] = set()
+        kinds = (ELASTICJOBS, *AROUND_MASTERS)
+        self._unlisted = {(kind, ns) for ns in self._namespaces for kind in kinds}
+
+    def unlisted(self) -> list[str]:
+        """What has not been listed yet, in words. Until all is, nothing is done."""
+        return sorted(
+            f"{kind.plural} in {namespace or 'all namespaces'}"
+            for kind, namespace in self._unlisted
+        )
 
     async def run(self) -> None:
         """Work until cancelled."""
-        streams = [(kind, ns) for ns in self._namespaces for kind in (ELASTICJOBS, *AROUND_MASTERS)]
-        self._unlisted = set(streams)
-        watches = [asyncio.create_task(self._watch(*stream)) for stream in streams]
+        watches = [asyncio.create_task(self._watch(*stream)) for stream in self._unlisted]
         try:
             await asyncio.gather(*watches)
         finally:
@@ -128,31 +134,30 @@ class Operator:
             keeper = None
         if keeper is None and uid:
             keeper = self._keepers[key] = _Keeper(key, uid)
-            self._start(keeper)
+            keeper.task = asyncio.create_task(self._look_after(keeper))
         if keeper is not None and not self._unlisted:
             keeper.changed.set()
 
-    def _start(self, keeper: "_Keeper") -> None:
-        keeper.task = asyncio.create_task(self._keep(keeper))
-        keeper.task.add_done_callback(lambda task: self._after(keeper, task))
-
-    def _after(self, keeper: "_Keeper", task: "asyncio.Task[None]") -> None:
-        """A keeper never ends by itself: this is a bug, and must not be the end of this job."""
-        if task.cancelled() or (exc := task.exception()) is None:
-            return
-        lines = "".join(traceback.format_exception(exc))
-        self._say(f"{keeper}: a bug in the operator; tried again in {AFTER_A_BUG_S:g} s\n{lines}")
-        keeper.changed.set()
-        asyncio.get_running_loop().call_later(AFTER_A_BUG_S, self._start_again, keeper)
-
-    def _start_again(self, keeper: "_Keeper") -> None:
-        if self._keepers.get(keeper.key) is keeper:
-            self._start(keeper)
+    async def _look_after(self, keeper: "_Keeper") -> None:
+        """Until the job is gone. What is no error of ours is a bug: it must be the end neither of
+        the care for this job nor of that for the others, and somebody has to hear of it."""
+        while True:
+            (bug,) = await asyncio.gather(self._keep(keeper), return_exceptions=True)
+            if bug is None:
+                return
+            pause_s = keeper.pauses.after()
+            lines = "".join(traceback.format_exception(bug))
+            self._say(f"{keeper}: a bug in the operator; tried again in {pause_s:.1f} s\n{lines}")
+            text = f"a bug in the operator, which tries again: {type(bug).__name__}: {bug}"
+            telling = self._tell(keeper.about(), rec.Tell("OperatorBug", text, warning=True))
+            # The bug may be in the telling itself.
+            await asyncio.gather(telling, return_exceptions=True)
+            await keeper.pause(pause_s, self._sight)
+            keeper.changed.set()
 
     async def _keep(self, keeper: "_Keeper") -> None:
         """Look at one job whenever something has changed, and do what is to be done."""
         wait_s: float | None = None
-        pause_s = PAUSE_S
         while True:
             await keeper.wait(wait_s)
             seen = self._sight.observed(keeper.key)
@@ -163,10 +168,10 @@ class Operator:
                 await self._perform(seen, decision.actions)
             except HoldfastError as exc:
                 await self._failed(seen, exc)
-                await keeper.pause(pause_s, self._sight)
-                wait_s, pause_s = 0.0, min(2 * pause_s, PAUSE_MAX_S)
+                await keeper.pause(keeper.pauses.after(exc), self._sight)
+                wait_s = 0.0
             else:
-                pause_s = PAUSE_S
+                keeper.pauses.renew()
                 again_at = decision.again_at
                 wait_s = None if again_at is None else max(0.0, again_at - self._now())
 
@@ -203,7 +208,7 @@ class Operator:
                 case rec.WriteStatus():
                     await self._write_status(seen, action)
                 case rec.Tell():
-                    await self._tell(job, action)
+                    await self._tell(_about(job.namespace, job.name, job.uid), action)
                 case rec.DeleteJob():
                     self._say(f"{job.namespace}/{job.name}: its time after the end is over")
                     await api.delete(ELASTICJOBS, job.name, job.namespace, uid=job.uid)
@@ -276,20 +281,13 @@ class Operator:
         )
         self._sight.hear_job(obj, seen.resource_version)
 
-    async def _tell(self, job: ElasticJob, event: rec.Tell) -> None:
+    async def _tell(self, about: About, event: rec.Tell) -> None:
         """Events help people and nothing else: one that cannot be written holds up nothing."""
-        self._say(f"{job.namespace}/{job.name}: {event.reason}: {event.text}")
-        about = About(
-            api_version=names.API_VERSION,
-            kind="ElasticJob",
-            name=job.name,
-            namespace=job.namespace,
-            uid=job.uid,
-        )
+        self._say(f"{about.namespace}/{about.name}: {event.reason}: {event.text}")
         try:
             await self._events.tell(about, event.reason, event.text, warning=event.warning)
         except HoldfastError as exc:
-            self._say(f"{job.namespace}/{job.name}: the Event was not written: {exc}")
+            self._say(f"{about.namespace}/{about.name}: the Event was not written: {exc}")
 
 
 class _Keeper:
@@ -300,9 +298,14 @@ class _Keeper:
     def __init__(self, key: Key, uid: str) -> None:
         self.key, self.uid = key, uid
         self.changed = asyncio.Event()
+        self.pauses = Pauses(PAUSE_S, PAUSE_MAX_S)
 
     def __str__(self) -> str:
         return "/".join(self.key)
+
+    def about(self) -> About:
+        namespace, name = self.key
+        return _about(namespace, name, self.uid)
 
     async def wait(self, seconds: float | None) -> None:
         """Until something changes, or so long."""
@@ -317,12 +320,22 @@ class _Keeper:
         """So long, or until the manifest is another one: that may be the remedy."""
         generation = sight.generation(self.key)
         try:
-            async with asyncio.timeout(seconds * random.uniform(0.5, 1.0)):
+            async with asyncio.timeout(seconds):
                 while sight.generation(self.key) == generation:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
             return
+
+
+def _about(namespace: str, name: str, uid: str) -> About:
+    return About(
+        api_version=names.API_VERSION,
+        kind="ElasticJob",
+        name=name,
+        namespace=namespace,
+        uid=uid,
+    )
 
 
 async def _end(tasks: "Sequence[asyncio.Task[None]]") -> None:
