@@ -21,6 +21,7 @@ from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.order import Move
+from holdfast.model.resources import Limits
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 from tests.core.harness import Job, checkpoint, of_kind, replayed
@@ -43,7 +44,7 @@ SPECS = (
         managed=True,
         size_from_platform=True,
         node_memory_mib=1024,
-        memory_max_mib=3000,
+        limits=Limits(memory_mib=7000),
         job_relaunches=9,
         critical={0: 2},
         groups={0: 2, 1: 2},
@@ -70,6 +71,8 @@ class Player:
         self._last_round = 0
         self._last_generation = 0
         self._moves = 0
+        self._memory_mib: dict[int, int] = {}
+        self._leaving: set[int] = set()
         self._rules = rules_of(spec)
         self._check(self.job.start())
 
@@ -174,6 +177,8 @@ class Player:
         for fact in of_kind(ev.WorldFormed, outcome.facts):
             self._check_world(fact)
         self._check_commands(outcome)
+        self._leaving |= {record.node_id for record in of_kind(rec.NodeLeaves, outcome.records)}
+        self._check_limits()
         ranks = [row["node_rank"] for row in self.job.machines.nodes.view() if _is_live(row)]
         assert len(ranks) <= len(set(ranks)) + self._moves, "a rank has two live holders"
         self._check_stage(outcome)
@@ -205,10 +210,23 @@ class Player:
         assert len({member.node_rank for member in world.members}) == size
         assert len({member.node_id for member in world.members}) == size
 
+    def _check_limits(self) -> None:
+        """Nobody has more than the job may ask for: one node of each rank counts, the newest."""
+        newest: dict[object, int] = {}
+        for row in self.job.machines.nodes.view():
+            node_id = int(str(row["node_id"]))
+            if _is_live(row) and node_id not in self._leaving:
+                newest[row["node_rank"]] = max(node_id, newest.get(row["node_rank"], node_id))
+        most = self.spec.limits.memory_mib
+        asked = sum(self._memory_mib.get(node_id, 0) for node_id in newest.values())
+        assert most is None or asked <= most
+
     def _check_commands(self, outcome: Outcome) -> None:
         for command in outcome.commands:
             match command:
                 case cmd.LaunchNode():
+                    asked_mib = max(command.order.memory_mib, self.spec.node_memory_mib)
+                    self._memory_mib[command.order.node_id] = asked_mib
                     if command.order.node_id not in self._launched:
                         self._launched.append(command.order.node_id)
                 case cmd.Drop():

@@ -236,6 +236,7 @@ class History(Readers):
         self.master.feed(ev.MasterStarted("x"), self.now)
         self.master.feed(ev.WorldFound(self._world(), 0, False), self.now)
         for node in self.nodes:
+            self.master.feed(ev.NodeReady(_member(node), Round(self.round), True), self.now)
             self.repeat(node)
 
     def repeat(self, node: int) -> None:

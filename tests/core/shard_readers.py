@@ -112,6 +112,9 @@ class Master:
         self._records += out.records
         self._marked += [fact for fact in out.facts if isinstance(fact, ev.VersionMarked)]
         self._replies += [reply for reply in out.commands if isinstance(reply, Reply)]
+        for fact in out.facts:
+            if isinstance(fact, ev.DataRequested):
+                self.feed(fact, now)
 
     def write(self) -> list[Reply]:
         """All that was decided is durable: the answers may leave."""
@@ -146,6 +149,26 @@ class Master:
         for payload in self.journal:
             shards.apply(rec.decode_record(payload))
         return shards
+
+
+class Growth:
+    """How far the partitions of a stream that grows are written, whoever knows of it."""
+
+    def __init__(self, extents: tuple[Extent, ...]) -> None:
+        self._extents = extents
+        self._ends = [extent.begin for extent in extents]
+        self.words = 0
+
+    def go_on(self, rng: random.Random) -> tuple[int, ...]:
+        """More is written: what somebody says of it may come after a later word."""
+        self.words += 1
+        for i, extent in enumerate(self._extents):
+            self._ends[i] = min(extent.begin + extent.size, self._ends[i] + rng.randrange(4))
+        return tuple(self._ends)
+
+    def has(self, sample: Sample) -> bool:
+        _, extent, at = sample
+        return at < self._ends[extent]
 
 
 class Readers:
@@ -191,6 +214,7 @@ class Readers:
         self.hurries = self.rng.random() < 0.2
         self.repeats = self.rng.choice((0.0, 0.05, 0.4))
         self.listed = 0
+        self.growth = Growth(self.dataset.extents)
 
     # ---- workers --------------------------------------------------------------------------------
 
@@ -206,6 +230,9 @@ class Readers:
                 self.report(worker)
             if self.dataset.kind == LISTED and self.rng.random() < 0.2:
                 self.name_shards(worker)
+            if self.dataset.grows and self.rng.random() < 0.2:
+                ends = self.growth.go_on(self.rng)
+                self.tell_master(worker, d.ShardsGrown(worker.round, "train", ends))
             return
         if worker.state == "new":
             worker.state = "opening"
@@ -230,12 +257,7 @@ class Readers:
 
     def name_shards(self, worker: Worker) -> None:
         """Some of them, again and again, from any that is named already."""
-        first = self.rng.randrange(self.listed + 1)
-        end = (
-            self.rng.randrange(first, len(LISTED_SIZES)) + 1 if first < len(LISTED_SIZES) else first
-        )
-        named = tuple((f"s{n}", LISTED_SIZES[n]) for n in range(first, end))
-        is_last = end == len(LISTED_SIZES)
+        first, named, is_last = some_names(self.rng, self.listed)
         self.tell_master(worker, d.ShardsAdd(worker.round, "train", first, named, is_last))
 
     def tell_master(self, worker: Worker, body: d.DataCall) -> None:
@@ -277,6 +299,7 @@ class Readers:
         piece = held.lease.piece
         for at in range(held.upto, min(piece.end, held.upto + self.rng.randrange(1, 6))):
             sample = (piece.epoch, piece.extent, at)
+            assert not self.dataset.grows or self.growth.has(sample), "dealt before it is written"
             if sample in self.poison or self.rng.random() < 0.005:
                 worker.let_go(held, d.Consumed(held.lease.number, held.upto, "unreadable"))
                 return
@@ -400,6 +423,14 @@ class Readers:
             worker.state = "finished"
 
 
+def some_names(rng: random.Random, named: int) -> tuple[int, tuple[tuple[str, int], ...], bool]:
+    """Listed shards from any that is named already on, and whether there are no more."""
+    first = rng.randrange(named + 1)
+    end = rng.randrange(first, len(LISTED_SIZES)) + 1 if first < len(LISTED_SIZES) else first
+    names = tuple((f"s{n}", LISTED_SIZES[n]) for n in range(first, end))
+    return first, names, end == len(LISTED_SIZES)
+
+
 def check_owners(world: list[Worker], worker: Worker, lease: Lease) -> None:
     """Nobody else of this world has any of these samples, or some of another epoch."""
     if worker not in world:
@@ -437,6 +468,7 @@ def any_dataset(rng: random.Random, series: str) -> Dataset:
         rng.randrange(100),
         extents,
         series=series,
+        grows=kind == STREAM and rng.random() < 0.7,
     )
 
 

@@ -304,6 +304,22 @@ def test_a_move_survives_the_master(compacted: bool) -> None:
     assert sorted(member["node_id"] for member in job.machines.nodes.view()) == [0, 1, 2]
 
 
+def test_a_node_that_was_to_take_a_place_goes_with_it() -> None:
+    """Found by the histories: it stayed, and a restarted master launched it again."""
+    job = running_fleet(2)
+    job.plan(migrate=(Move(node_id=NodeId(1)),))
+    assert 2 in removed(job.plan(nodes=1))
+    job.leave("n1")
+    assert orders(job.restart()) == []
+
+
+def test_a_plan_does_not_move_a_node_that_has_to_go_by_it() -> None:
+    job = running_fleet(3)
+    outcome = job.plan(nodes=2, migrate=(Move(node_id=NodeId(2)),))
+    text = "node id 2 cannot be moved: by the same plan it has to go"
+    assert settled(outcome) == (False, text)
+
+
 # ---- suspending -------------------------------------------------------------------------------
 
 

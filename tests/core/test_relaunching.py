@@ -14,6 +14,7 @@ from holdfast.model.errors import UsageError
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.order import Order
+from holdfast.model.resources import Limits
 from tests.core.harness import Job, join, of_kind, orders, removed, running_fleet
 
 
@@ -44,7 +45,7 @@ def reason_of_the_end(job: Job) -> str:
 def test_a_node_that_was_out_of_memory_gets_twice_as_much_up_to_the_most(
     compacted: bool | None,
 ) -> None:
-    job = new_fleet(2, node_memory_mib=1000, memory_max_mib=3000)
+    job = new_fleet(2, node_memory_mib=1000, limits=Limits(memory_mib=4000))
     node, asked = 1, []
     while (order := fail(job, node, ExitReason.OOM)) is not None:
         assert order.node_rank == 1
@@ -58,11 +59,12 @@ def test_a_node_that_was_out_of_memory_gets_twice_as_much_up_to_the_most(
 
 
 def test_a_job_that_ends_for_want_of_memory_says_so() -> None:
-    job = new_fleet(1, node_memory_mib=1000, memory_max_mib=1000)
+    job = new_fleet(1, node_memory_mib=1000, limits=Limits(memory_mib=1000))
     assert fail(job, 0, ExitReason.OOM) is None
     assert reason_of_the_end(job) == (
-        "0 of at least 1 nodes are left, and node rank 0 was out of memory with 1000 MiB, the most "
-        "that a node of this job gets"
+        "0 of at least 1 nodes are left, and node rank 0 was out of memory with 1000 MiB, and all "
+        "nodes together may ask for 1000 MiB, which leaves nothing; the last word on it: the "
+        "platform reports it as failed"
     )
 
 
@@ -155,7 +157,7 @@ def test_weakness_one_rule_says_when_a_critical_node_is_launched_again_and_when_
     assert relaunched == limit
     assert reason_of_the_end(job) == (
         f"critical node rank 0 was lost ({reasons[limit]}), and node rank 0 has used the {limit} "
-        "relaunches that it has as critical"
+        "relaunches that it has as critical; the last word on it: the platform reports it as failed"
     )
 
 

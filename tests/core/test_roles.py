@@ -2,11 +2,14 @@
 """Nodes without agents (servers, chiefs, workers, evaluators), as the platform sees them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
+from holdfast.core.job.demand import Demand
+from holdfast.core.job.pending import LOOK_S
 from holdfast.core.job.records import decode_record, encode_record
 from holdfast.core.job.roles import FIRST_NODE_ID, Roles
 from holdfast.core.kernel import Event, Outcome, Record, Tick
@@ -14,6 +17,7 @@ from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.order import Move, Order, Plan
+from holdfast.model.resources import Limits
 from holdfast.model.role import RoleSpec, priority_of
 from tests.core.harness import of_kind
 
@@ -39,9 +43,9 @@ class Driven:
 
     def __init__(self, spec: JobSpec | None = None, records: Sequence[Record] = ()) -> None:
         self.spec = spec or parameter_server_job()
-        self.machine = Roles(self.spec)
+        self.machine = Roles(self.spec, Demand(self.spec.limits))
         self.now = 0.0
-        self.records: list[Record] = []
+        self.records = list(records)
         self.live: dict[tuple[str, int], Order] = {}
         self.facts: list[Event] = []
         self.removed: list[NodeId] = []
@@ -164,8 +168,9 @@ def test_weakness_evictions_use_no_budget_and_are_not_unbounded(job: Driven) -> 
 
 
 def test_out_of_memory_doubles_it_up_to_the_cap() -> None:
-    asked = role(1, critical_others=9, node_memory_mib=1000, memory_max_mib=3000)
-    driven = Driven(JobSpec(managed=True, roles={"worker": asked}))
+    asked = role(1, critical_others=9, node_memory_mib=1000)
+    limits = Limits(memory_mib=3000)
+    driven = Driven(JobSpec(managed=True, roles={"worker": asked}, limits=limits))
     driven.start()
     seen = []
     for _ in range(2):
@@ -343,6 +348,120 @@ def test_a_node_that_gets_no_machine(strategy: str, place: tuple[str, int], ends
     assert not of_kind(ev.WorldImpossible, driven.facts)
     driven.wait(2.0)
     assert bool(of_kind(ev.WorldImpossible, driven.facts)) == ends
+
+
+def driven_with_time_out(role_name: str) -> Driven:
+    """A job in which the ranks of this role have 300 s to run."""
+    spec = parameter_server_job()
+    asked = replace(spec.roles[role_name], restart_timeout_s=300.0)
+    driven = Driven(replace(spec, roles={**spec.roles, role_name: asked}))
+    driven.start()
+    for place in driven.live:
+        if place[0] != role_name:
+            driven.see(place, Phase.RUNNING)
+    return driven
+
+
+def given_up(driven: Driven) -> list[tuple[str, int]]:
+    return [(fact.role, fact.node_rank) for fact in of_kind(ev.RankGivenUp, driven.facts)]
+
+
+@pytest.mark.parametrize("restart", [None, False, True])
+def test_weakness_a_server_that_does_not_run_in_its_restart_time_out_ends_the_job(
+    restart: bool | None,
+) -> None:
+    """CP 9.3: the prior art's restartTimeout looked at evaluation shards only, never at nodes."""
+    driven = driven_with_time_out("ps")
+    driven.see(("ps", 1), Phase.RUNNING)
+    for _ in range(3):
+        # Evictions use no budget, and a relaunch does not begin the time anew.
+        driven.wait(70.0)
+        driven.see(("ps", 0), Phase.GONE, ExitReason.KILLED)
+    driven.wait(60.0)
+    driven.see(("ps", 0), Phase.PENDING)
+    if restart is not None:
+        driven = driven.restarted(from_snapshot=restart)
+        driven.start()
+    driven.wait(29.0)
+    assert given_up(driven) == []
+    driven.wait(1.0)
+    assert given_up(driven) == [("ps", 0)]
+    (impossible,) = of_kind(ev.WorldImpossible, driven.facts)
+    assert impossible.reason == (
+        "ps 0 has not run for its restart time-out of 300 s: it is pending (as the platform says), "
+        "launched again 3 times"
+    )
+
+
+@pytest.mark.parametrize("restart", [None, False, True])
+def test_a_job_goes_on_without_a_worker_that_does_not_run_in_time(restart: bool | None) -> None:
+    driven = driven_with_time_out("worker")
+    for rank in (0, 1):
+        driven.see(("worker", rank), Phase.RUNNING)
+    driven.wait(300.0)
+    assert given_up(driven) == [("worker", 2)]
+    last = driven.live["worker", 2]
+    assert driven.removed == [last.node_id]
+    if restart is not None:
+        driven = driven.restarted(from_snapshot=restart)
+        driven.start()
+    driven.see(("worker", 2), Phase.GONE)
+    driven.wait(1000.0)
+    assert driven.live["worker", 2] == last
+    # Its plan is no new wish for it either.
+    assert driven.plan(plan_id="same", role="worker", nodes=3).ok
+    assert driven.live["worker", 2] == last
+    for place in (("worker", 0), ("worker", 1), ("chief", 0)):
+        driven.see(place, Phase.SUCCEEDED)
+    assert len(of_kind(ev.WorkSettled, driven.facts)) == 1
+
+
+@pytest.mark.parametrize("restart", [None, False, True])
+@pytest.mark.parametrize(
+    ("plans", "is_tried_again"),
+    [
+        ([{"nodes": 3}], False),
+        ([{"nodes": 3, "memory_mib": 4096}], False),
+        ([{"nodes": 4}], True),
+        ([{"suspend": True}, {"suspend": False}], True),
+    ],
+)
+def test_only_a_changed_wish_is_a_new_try_for_who_was_given_up(
+    job: Driven, plans: list[dict[str, object]], is_tried_again: bool, restart: bool | None
+) -> None:
+    job.see(("worker", 1), Phase.FAILED, ExitReason.ERROR)
+    assert given_up(job) == [("worker", 1)]
+    last = job.live["worker", 1]
+    for number, plan in enumerate(plans):
+        if restart is not None:
+            job = job.restarted(from_snapshot=restart)
+            job.start()
+        assert job.plan(plan_id=str(number), role="worker", **plan).ok
+    assert (job.live["worker", 1] != last) is is_tried_again
+
+
+def test_a_worker_that_ran_has_its_whole_time_again() -> None:
+    driven = driven_with_time_out("worker")
+    for rank in range(3):
+        driven.see(("worker", rank), Phase.RUNNING)
+    driven.wait(1000.0)
+    driven.see(("worker", 1), Phase.GONE, ExitReason.KILLED)
+    driven.wait(299.0)
+    assert given_up(driven) == []
+    driven.wait(1.0)
+    assert given_up(driven) == [("worker", 1)]
+
+
+def test_a_new_master_looks_before_it_gives_a_node_up() -> None:
+    driven = driven_with_time_out("ps")
+    driven.now = 5000.0
+    driven = driven.restarted()
+    driven.start()
+    driven.wait(LOOK_S - 1.0)
+    for rank in (0, 1):
+        driven.see(("ps", rank), Phase.RUNNING)
+    driven.wait(1000.0)
+    assert given_up(driven) == []
 
 
 def test_weakness_the_fraction_of_high_priority_is_exact() -> None:

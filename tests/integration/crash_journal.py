@@ -36,6 +36,9 @@ class CrashingJournal:
     def load(self) -> list[Entry]:
         return self._journal.load()
 
+    def end(self) -> int:
+        return self._journal.end()
+
     def append(self, entries: Sequence[Entry]) -> None:
         self._commits += 1
         if self._commits == self._at and self._side == "before":

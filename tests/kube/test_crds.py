@@ -287,7 +287,9 @@ class TestKubectl:
         manifest.write_text(yaml.safe_dump(simple_job()))
         where = f"--namespace={namespace}"
         kubectl(cluster, "apply", where, f"-f={manifest}")
+        note = {"type": "Malformed", "status": "False", "message": "brainService has no effect"}
         status = {"phase": "Running", "replicas": 2, "step": 1200, "selector": "a=b"}
+        status["conditions"] = [note]
         body = copy.deepcopy(simple_job()) | {"status": status}
         runner.run(api.patch(ELASTICJOBS, "job", body, namespace, subresource="status"))
 
@@ -295,6 +297,7 @@ class TestKubectl:
         assert header.split() == ["NAME", "PHASE", "WORKERS", "ACTIVE", "STEP", "AGE"]
         assert row.split()[:5] == ["job", "Running", "3", "2", "1200"]
         assert "job" in kubectl(cluster, "get", "all", where)
+        assert "brainService has no effect" in kubectl(cluster, "get", "ej", "-o=wide", where)
 
         kubectl(cluster, "scale", where, "elasticjob/job", "--replicas=8")
         job = runner.run(api.get(ELASTICJOBS, "job", namespace))

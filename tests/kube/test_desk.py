@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.job.events import PlanAsked
+from holdfast.model.job import JobSpec
 from holdfast.model.order import Plan
 from holdfast.platforms.kubernetes.api import Api
 from holdfast.platforms.kubernetes.beginning import own_job
@@ -17,7 +19,9 @@ from holdfast.platforms.kubernetes.desk import KubernetesDesk
 from holdfast.platforms.kubernetes.kinds import ELASTICJOBS, EVENTS, SCALEPLANS
 from holdfast.platforms.kubernetes.manifest import read_job
 from holdfast.platforms.kubernetes.news import EVENTS_AT_ONCE
+from holdfast.platforms.kubernetes.spec import job_spec
 from holdfast.platforms.kubernetes.watching import Seen, follow
+from tests.core.harness import Job, settled
 from tests.kube.cluster import Cluster, OwnCluster
 
 pytestmark = pytest.mark.kube
@@ -104,6 +108,13 @@ async def changed(
             if isinstance(seen, Seen) and is_so(seen.obj):
                 return seen.obj
     raise AssertionError("follow never ends")
+
+
+def kubectl(cluster: Cluster, namespace: str, *words: str) -> str:
+    """What it printed."""
+    command = [str(KUBECTL), f"--kubeconfig={cluster.kubeconfig()}", "-n", namespace, *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT_S)
+    return done.stdout
 
 
 def phase_is(word: str) -> Callable[[dict[str, Any]], bool]:
@@ -209,6 +220,80 @@ def test_a_malformed_change_is_no_plan(api: Api, namespace: str, runner: asyncio
     runner.run(scene())
 
 
+def test_nobody_gets_more_than_the_limits_of_the_job(
+    api: Api, cluster: Cluster, namespace: str, runner: asyncio.Runner
+) -> None:
+    """In the prior art a size that somebody asks for goes over `resourceLimits` without a word."""
+    over = "all nodes together would ask for 40 GPUs, more than 32 GPUs"
+
+    async def told(reader: Reader, job: Job) -> tuple[bool, str]:
+        """The job's answer to the next plan."""
+        plan = await reader.next()
+        ok, text = settled(job.feed(PlanAsked(plan)))
+        await reader.desk.answer(plan.plan_id, ok=ok, text=text)
+        return ok, text
+
+    async def limit(gpus: int) -> None:
+        limits = {"resourceLimits": {"gpu": gpus}}
+        await api.patch(ELASTICJOBS, "j", {"spec": limits}, namespace)
+
+    async def scene() -> None:
+        body = manifest()
+        (container,) = body["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"]
+        container["resources"] = {"limits": {"nvidia.com/gpu": 8}}
+        body["spec"]["resourceLimits"] = {"gpu": 32}
+        written = await api.create(ELASTICJOBS, body, namespace)
+        job = Job(job_spec(read_job(written)[0], JobSpec()))
+        async with desk(api, namespace) as reader:
+            await reader.desk.show(view())
+            assert (await told(reader, job))[0]
+            await api.create(SCALEPLANS, scale_plan("five", 5), namespace)
+            assert await told(reader, job) == (False, over)
+            failed = await changed(api, SCALEPLANS, "five", namespace, phase_is("Failed"))
+            assert failed["status"]["message"] == over
+            words = ("scale", "ej/j", "--replicas=5")
+            await asyncio.to_thread(kubectl, cluster, namespace, *words)
+            assert await told(reader, job) == (False, over)
+            # A master that is started now goes on with the size that the job has.
+            assert (await own_job(api, "j", namespace, reader.said.append))[0].name == "j"
+            # What was refused for the limits is asked again with other ones, once.
+            await limit(40)
+            assert (await told(reader, job))[0]
+            assert await told(reader, job) == (True, "the job has 5 nodes now, 3 before")
+            await limit(48)
+            assert (await told(reader, job)) == (True, "the job has other limits from now on")
+            await api.patch(ELASTICJOBS, "j", {"spec": {"suspend": True}}, namespace)
+            assert await told(reader, job) == (True, "the job is suspended")
+        found = (await api.list(EVENTS, namespace)).items
+        refused = {one["message"] for one in found if one["reason"] == "PlanRefused"}
+        assert refused == {
+            f"ScalePlan five is refused: {over}",
+            f"the changed spec is refused: {over}",
+        }
+
+    runner.run(scene())
+
+
+def test_fields_of_a_plan_without_effect_are_told_in_its_status(
+    api: Api, namespace: str, runner: asyncio.Runner
+) -> None:
+    async def scene() -> None:
+        await api.create(ELASTICJOBS, manifest(), namespace)
+        plan = scale_plan("p", 4)
+        plan["spec"]["psHosts"] = ["ps-0:2222"]
+        await api.create(SCALEPLANS, plan, namespace)
+        async with desk(api, namespace) as reader:
+            for _ in range(2):
+                await reader.desk.answer((await reader.next()).plan_id, ok=True, text="done")
+            done = await changed(api, SCALEPLANS, "p", namespace, phase_is("Succeeded"))
+        assert done["status"]["message"] == (
+            "done; note: spec.psHosts: is not used: the master knows its parameter servers' "
+            "addresses"
+        )
+
+    runner.run(scene())
+
+
 def test_the_plans_end_with_the_job(api: Api, namespace: str, runner: asyncio.Runner) -> None:
     async def scene() -> None:
         await api.create(ELASTICJOBS, manifest(), namespace)
@@ -227,11 +312,6 @@ def test_the_plans_end_with_the_job(api: Api, namespace: str, runner: asyncio.Ru
 def test_people_see_status_and_events(
     api: Api, cluster: Cluster, namespace: str, runner: asyncio.Runner
 ) -> None:
-    def kubectl(*words: str) -> str:
-        command = [KUBECTL, "--kubeconfig", cluster.kubeconfig(), "-n", namespace, *words]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT_S)
-        return done.stdout
-
     async def scene() -> None:
         await api.create(ELASTICJOBS, manifest(), namespace)
         async with desk(api, namespace) as reader:
@@ -242,12 +322,12 @@ def test_people_see_status_and_events(
             await reader.desk.show(view())
 
     runner.run(scene())
-    told = kubectl("describe", "elasticjob", "j")
+    told = kubectl(cluster, namespace, "describe", "elasticjob", "j")
     assert "round 1: 3 nodes, 3 workers (the job starts)" in told
     assert "node rank 2 is lost: its pod was evicted" in told
     assert "x2 over" in told
     assert "is in the log" not in told
-    row = kubectl("get", "elasticjob", "j").splitlines()[1]
+    row = kubectl(cluster, namespace, "get", "elasticjob", "j").splitlines()[1]
     assert "Running" in row
     assert "round 1 trains on 3 nodes with 3 workers" in told
 

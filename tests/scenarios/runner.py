@@ -48,17 +48,22 @@ SPEC_KEYS = {
     "lease": "lease_s",
     "reconnect": "reconnect_s",
     "hang_after": "hang_after_s",
+    "restart_timeout": "restart_timeout_s",
+    "attach_timeout": "attach_timeout_s",
     "spares": "spare_nodes",
     "memory": "node_memory_mib",
 }
 RULES_KEYS = {name: field for name, field in SPEC_KEYS.items() if field.startswith(("m", "node_"))}
 
 UNTOLD = frozenset(
-    {"job", "beat_s", "lease_s", "host", "store_host", "session", "seq", "cause", "directory"}
+    {
+        *("job", "journal", "life", "beat_s", "lease_s", "host", "store_host", "session", "seq"),
+        *("cause", "directory"),
+    }
 )
 """Fields that are the same everywhere."""
 
-SILENT_IF_0 = frozenset({"pause_s", "broken"})
+SILENT_IF_0 = frozenset({"pause_s", "broken", "by_plan", "finished"})
 
 SHORT_NAMES = {"node_id": "node", "node_rank": "rank"}
 

@@ -16,6 +16,7 @@ ROLE_RECORDS: list[Record] = [
         memory_mib=2048,
         cpu_milli=500,
         at_s=1.5,
+        down_since_s=1.25,
     ),
     rec.RoleNodeChanged(node_id=4, phase="running", machine="m1", message="runs", leaves=True),
     rec.RoleRelaunched(role="ps", node_rank=0, reason="oom"),

@@ -61,6 +61,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         cold=True,
         peer_port=29503,
         peer_certificate="ab" * 32,
+        told=m.Told(journal="j1", life="m3", position=812),
     ),
     m.Attached(
         job="train",
@@ -71,6 +72,8 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         beat_s=5.0,
         lease_s=60.0,
         round=3,
+        journal="j1",
+        life="m4",
     ),
     m.WorkersStarted(round=3, store_port=29501, how="zygote", took_s=0.06),
     m.StoreOffered(port=29502),
@@ -157,6 +160,7 @@ NODE_RECORDS: list[Record] = [
         cpu_milli=500,
         group=1001,
         replaces=1,
+        down_since_s=3.5,
     ),
     rec.NodePlaced(node_id=7, machine="gpu-3"),
     rec.NodePhaseChanged(node_id=7, phase="pending", message="no room", at_s=4.5),
@@ -170,6 +174,8 @@ NODE_RECORDS: list[Record] = [
 
 RECORDS: list[Record] = [
     rec.GenerationSet(generation=1),
+    rec.LifeBegan(life="j1", after=0),
+    rec.LifeBegan(life="m2", after=95),
     rec.RulesSet(rules=RULES),
     rec.NodePlanned(node_id=0, node_rank=0),
     rec.NodeAdmitted(
@@ -216,7 +222,7 @@ RECORDS: list[Record] = [
         detect_s=0.5,
         rendezvous_s=0.01,
     ),
-    rec.RoundBroken(round=3, reason="rank 3 failed"),
+    rec.RoundBroken(round=3, reason="rank 3 failed", by_plan=True),
     rec.RestartCounted(reason="lost", count=3, back=0.5, trained_s=600.0),
     rec.TrainingBegan(at_s=700.0),
     rec.PatienceSet(

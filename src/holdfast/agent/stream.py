@@ -67,6 +67,8 @@ class MasterStream:
         self._uniform = uniform
         self._agent_key = secrets.token_hex(8)
         self._incarnation = 0
+        #: The last that a master told of its journal, which must never be behind that.
+        self._told: m.Told | None = None
         self._link: Link | None = None
         self._is_attached = False
         self._next_call = 1
@@ -151,10 +153,13 @@ class MasterStream:
     def received(self, link: Link, frame: m.Frame) -> None:
         if link is not self._link:
             return
+        if self._is_attached and self._told is not None and frame.position > self._told.position:
+            # Not before: a refusal has the number of a master that has not said its name.
+            self._told = replace(self._told, position=frame.position)
         if frame.call == 0:
             self._owner.pushed(frame.body)
         elif frame.call == self._attach_call:
-            self._answered_attach(frame.body)
+            self._answered_attach(frame.body, frame.position)
         else:
             entry = self._outstanding.pop(frame.call, None)
             if entry is not None:
@@ -177,14 +182,19 @@ class MasterStream:
         self._next_call += 1
         self._sent_at = self._loop.time()
         attach = replace(
-            self._owner.attachment(), agent_key=self._agent_key, incarnation=self._incarnation
+            self._owner.attachment(),
+            agent_key=self._agent_key,
+            incarnation=self._incarnation,
+            told=self._told,
         )
         self._link.send(attach, self._attach_call)
 
-    def _answered_attach(self, body: m.AnyMessage) -> None:
+    def _answered_attach(self, body: m.AnyMessage, position: int) -> None:
         match body:
             case m.Attached():
                 self._incarnation = body.incarnation
+                if body.life:
+                    self._told = m.Told(body.journal, body.life, position)
                 self._is_attached = True
                 self._owner.attached(body, sent_at=self._sent_at)
                 for number in list(self._outstanding):

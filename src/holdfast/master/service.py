@@ -55,6 +55,7 @@ class Service:
         self._platform: Platform | None = None
         self._showing: Showing | None = None
         self._feed: Callable[[Event], None] = lambda event: None
+        self._position: Callable[[], int] = lambda: 0
         self._links: dict[int, Link] = {}
         self._node_of: dict[int, NodeId] = {}
         self._link_of: dict[NodeId, Link] = {}
@@ -69,9 +70,9 @@ class Service:
         #: Why nodes do not run yet, in the platform's words.
         self._waiting: dict[NodeId, str] = {}
 
-    def connect_core(self, feed: Callable[[Event], None]) -> None:
-        """Where events go. Set once, before anything is served."""
-        self._feed = feed
+    def connect_core(self, feed: Callable[[Event], None], position: Callable[[], int]) -> None:
+        """Where events go, and how far the journal is. Set once, before anything is served."""
+        self._feed, self._position = feed, position
 
     def use_platform(self, platform: Platform) -> None:
         """Who launches and removes nodes, in a job that is managed."""
@@ -109,7 +110,7 @@ class Service:
             node_id = self._node_of.get(link.number)
             if node_id is not None:
                 self._feed(ev.BeatReceived(node_id, body))
-                link.send(_DONE, frame.call)
+                link.send(_DONE, frame.call, position=self._position())
                 if self._followers:
                     self._tell_progress()
                 if self._showing is not None:
@@ -213,13 +214,13 @@ class Service:
             case cmd.Push():
                 link = self._link_of.get(command.node_id)
                 if link is not None:
-                    link.send(command.body)
+                    link.send(command.body, position=self._position())
             case cmd.Reply():
                 if isinstance(command.body, m.Refused):
                     self._attaching.pop(command.link, None)
                 link = self._links.get(command.link)
                 if link is not None:
-                    link.answer(command.body, command.call)
+                    link.answer(command.body, command.call, self._position())
             case cmd.Bind():
                 self._bind(command)
             case cmd.Drop():
@@ -261,7 +262,7 @@ class Service:
         """Tell every agent, also those that come back only now, and wait until all hung up."""
         self._is_finishing = True
         for link in list(self._link_of.values()):
-            link.send(end)
+            link.send(end, position=self._position())
         await self._farewell.wait()
         if self._showing is not None:
             self._showing.show()

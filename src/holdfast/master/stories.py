@@ -47,6 +47,8 @@ def _tell_of_plans(event: Event) -> str:
             )
         case ev.HostAvoided():
             return f"no node is put on {event.host} any more if there are others ({event.reason})"
+        case ev.RankGivenUp():
+            return f"{event.role} {event.node_rank} is not launched again: {event.why}"
         case ev.GroupMoved():
             nodes = _count(event.nodes, "node")
             return f"group {event.group} ({nodes}) is launched again as group {event.successor}"

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from holdfast.model.errors import UsageError
 from holdfast.model.node import ExitReason
+from holdfast.model.resources import NO_LIMITS, Limits, Resources
 from holdfast.model.role import RoleSpec, priority_of
 
 WORKER_RESTARTS: dict[ExitReason, int] = {
@@ -106,8 +107,16 @@ class JobSpec:
     """What a node asks for by the job's description. A node that was out of memory gets twice as
     much when it is launched again. 0: nobody knows, and it gets the same again."""
 
-    memory_max_mib: int = 0
-    """A node never asks for more; 0: no limit."""
+    node_cpu_milli: int = 0
+    node_gpus: int = 0
+    """The same for processors, in thousandths of a core, and for GPUs."""
+
+    limits: Limits = NO_LIMITS
+    """What all nodes of all roles together may ask for."""
+
+    auto_scale: bool = True
+    """Whether the job changes by itself what its nodes ask for: False means that a node that was
+    out of memory is launched again as it was."""
 
     priority: str = ""
     """Empty, "high", "low", or the fraction of the ranks that is high ("0.5"), lowest first."""
@@ -126,11 +135,26 @@ class JobSpec:
     """Nodes that run without an agent, by the name of their role. With "worker" among them there
     are no agents at all."""
 
+    restart_timeout_s: float = 0.0
+    """A rank that was ordered and has had no agent for so long is given up, however often it was
+    launched again meanwhile; 0: never, and `attach_timeout_s` counts."""
+
+    attach_timeout_s: float = 1800.0
+    """A node that its platform runs for so long without an agent counts as failed. Its command may
+    have to install or fetch something first; whoever needs longer gives a restart time-out."""
+
     pending_timeout_s: float = 0.0
     """The job ends when nodes have been pending for so long, see `pending_strategy`; 0: never."""
 
     pending_strategy: str = "skip"
     """One of PENDING_STRATEGIES."""
+
+    @property
+    def node(self) -> Resources:
+        """What a node asks for by the job's description."""
+        return Resources(
+            cpu_milli=self.node_cpu_milli, memory_mib=self.node_memory_mib, gpus=self.node_gpus
+        )
 
     def critical_limit(self, rank: int) -> int | None:
         """How often this rank is launched again if it is critical; None if it is not."""

@@ -4,9 +4,13 @@
 from dataclasses import dataclass
 
 from holdfast.model.ids import NodeId, NodeRank
+from holdfast.model.resources import Limits
 
 WORKER = "worker"
 """The role of the nodes that train together. Others (ps, chief, evaluator) are names as given."""
+
+NODES_MAX = 100_000
+"""Of a role. More is a mistake, and each of them would be ordered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +63,5 @@ class Plan:
     cpu_milli: int = 0
     suspend: bool | None = None
     """True: every node goes, and the job waits; False: it goes on where it was."""
+    limits: Limits | None = None
+    """What all nodes of the job together may ask for from now on; None leaves it as it is."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from holdfast.model.node import ExitReason
+from holdfast.model.resources import Resources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +26,30 @@ class RoleSpec:
     critical_others: int | None = None
     """The same for every other rank; None: they are not critical."""
 
+    restart_timeout_s: float = 0.0
+    """A rank that was ordered and has not run for so long is given up, however often it was
+    launched again meanwhile; 0: never."""
+
     node_memory_mib: int = 0
     """What a node asks for by the job's description; one that was out of memory gets twice as much
     when it is launched again. 0: nobody knows, and it gets the same again."""
 
-    memory_max_mib: int = 0
-    """A node never asks for more; 0: no limit."""
+    node_cpu_milli: int = 0
+    node_gpus: int = 0
+    """The same for processors, in thousandths of a core, and for GPUs."""
+
+    auto_scale: bool = True
+    """Whether the job changes by itself what these nodes ask for, as `JobSpec.auto_scale`."""
 
     priority: str = ""
     """Empty, "high", "low", or the fraction of the ranks that is high ("0.5"), lowest first."""
+
+    @property
+    def node(self) -> Resources:
+        """What a node asks for by the job's description."""
+        return Resources(
+            cpu_milli=self.node_cpu_milli, memory_mib=self.node_memory_mib, gpus=self.node_gpus
+        )
 
     def critical_limit(self, rank: int) -> int | None:
         """How often this rank is launched again if it is critical; None if it is not."""
@@ -49,8 +65,15 @@ def priority_of(priority: str, rank: int, size: int) -> str:
     return "high" if rank < high else "low"
 
 
-def raised_memory_mib(before_mib: int, max_mib: int) -> int:
-    """What a node that was out of memory gets next time; 0 if it cannot have more."""
-    if max_mib == 0:
+def raised_memory_mib(before_mib: int, left_mib: int | None) -> int:
+    """What a node that was out of memory gets next time; 0 if it cannot have more.
+
+    `left_mib` is what the job may still ask for beside what it has; None: any amount.
+    """
+    if left_mib is None:
         return 2 * before_mib
-    return min(2 * before_mib, max_mib) if before_mib < max_mib else 0
+    return before_mib + min(before_mib, left_mib) if left_mib > 0 else 0
+
+
+NOT_RAISED = "its memory is not raised (autoScale is off, or optimizeMode manual)"
+"""For people, where a node was out of memory and gets no more."""

@@ -26,6 +26,10 @@ class Journal(Protocol):
     def load(self) -> list[Entry]:
         """Everything that rebuilds the state: the newest snapshot, then what follows it."""
 
+    def end(self) -> int:
+        """The number of the last entry that is durable: it rises with each, snapshots included, and
+        never goes back, whoever owns the journal."""
+
     def append(self, entries: Sequence[Entry]) -> None:
         """Make these durable, together. Called from one thread at a time."""
 

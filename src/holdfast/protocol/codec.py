@@ -24,9 +24,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
 
 
-def encode(body: AnyMessage, call: int = 0, session: str = "", seq: int = 0) -> bytes:
+def encode(
+    body: AnyMessage, call: int = 0, session: str = "", seq: int = 0, position: int = 0
+) -> bytes:
     """One frame, ready to be written."""
-    payload = _encoder.encode(Frame(call, body, session, seq))
+    payload = _encoder.encode(Frame(call, body, session, seq, position))
     if len(payload) > FRAME_BYTES_MAX:
         raise ProtocolError(
             f"{type(body).__name__} of {len(payload)} bytes is over the frame limit "

@@ -96,6 +96,14 @@ class JobRules(Struct, frozen=True, array_like=True):
     max_restarts: int
 
 
+class Told(Struct, frozen=True, array_like=True):
+    """The last that an agent was told of the master's journal: see core/job/lives.py."""
+
+    journal: str
+    life: str
+    position: int
+
+
 class Attach(Message, frozen=True):
     """An agent reports for duty, for the first time or again."""
 
@@ -122,6 +130,8 @@ class Attach(Message, frozen=True):
     """Where other agents fetch and leave parts of checkpoints; 0 if nowhere."""
     peer_certificate: str = ""
     """The SHA-256 of the certificate that they find there, in hexadecimal; empty without TLS."""
+    told: Told | None = None
+    """None as long as no master has said anything."""
 
 
 class Attached(Message, frozen=True):
@@ -134,6 +144,10 @@ class Attached(Message, frozen=True):
     lease_s: float
     round: int
     """The round the agent should be running. If it differs from its own, its workers are stale."""
+    journal: str = ""
+    """Names the master's journal, for as long as it is kept."""
+    life: str = ""
+    """Names this start of the master."""
 
 
 class WorkersStarted(Message, frozen=True):
@@ -456,9 +470,11 @@ class Frame(Struct, frozen=True, array_like=True):
     `call` numbers a request on its connection and marks its answer; 0 is a message without one.
     `session` and `seq` are the idempotency key of a relayed request: the same pair is the same
     request, however often it arrives.
+    `position` is how far the journal of the master was who sends this; 0 from everybody else.
     """
 
     call: int
     body: AnyMessage
     session: str = ""
     seq: int = 0
+    position: int = 0

@@ -105,6 +105,10 @@ class SqliteJournal:
                 entries.append(entry)
         return entries
 
+    def end(self) -> int:
+        """The number of the last row."""
+        return self._next - 1
+
     def append(self, entries: Sequence[Entry]) -> None:
         """One transaction, one fsync."""
         rows = self._rows(entries)
@@ -150,30 +154,39 @@ class SqliteJournal:
 class MemoryJournal:
     """The same guarantees for as long as the process lives: for simulation, and without state."""
 
-    def __init__(self, entries: Sequence[Entry] = ()) -> None:
+    def __init__(self, entries: Sequence[Entry] = (), end: int = 0) -> None:
+        """`end` is the number of the last of these entries."""
         self._entries = list(entries)
+        self._end = end
         self._is_open = True
 
     def reopen(self) -> "MemoryJournal":
         """What the next master finds after this owner has closed, or has died (close it then)."""
         if self._is_open:
             raise StateError("the journal in memory is in use by another master; close that first")
-        return MemoryJournal(self._entries)
+        return MemoryJournal(self._entries, self._end)
 
     def load(self) -> list[Entry]:
         """Every entry, in order."""
         self._check_open()
         return list(self._entries)
 
+    def end(self) -> int:
+        """The number of the last entry."""
+        return self._end
+
     def append(self, entries: Sequence[Entry]) -> None:
         """All or, when reading them fails, none."""
         self._check_open()
-        self._entries += list(entries)
+        new = list(entries)
+        self._entries += new
+        self._end += len(new)
 
     def compact(self, snapshot: Sequence[Entry]) -> None:
         """Replace all entries."""
         self._check_open()
         self._entries = list(snapshot)
+        self._end += len(self._entries)
 
     def close(self) -> None:
         """Let the next owner in."""

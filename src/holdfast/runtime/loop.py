@@ -73,6 +73,8 @@ class Driver:
         self._timer_at: float | None = None
         self._since_snapshot = 0
         self._is_stopped = False
+        #: How far the journal was when the last commands were executed.
+        self.position = journal.end()
 
     def feed(self, event: Event) -> None:
         """Let the core handle an event; its commands follow when its records are durable."""
@@ -130,6 +132,7 @@ class Driver:
                 if entries:
                     await self._loop.run_in_executor(None, self._journal.append, entries)
                     self._since_snapshot += len(entries)
+                    self.position = self._journal.end()
                 for command in commands:
                     self._execute(command)
                 if self._since_snapshot >= COMPACT_AFTER and not self._entries:

@@ -144,10 +144,17 @@ class Link(asyncio.Protocol):
 
     # ---- our side -------------------------------------------------------------------------------
 
-    def send(self, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0) -> None:
+    def send(
+        self,
+        body: m.AnyMessage,
+        call: int = 0,
+        session: str = "",
+        seq: int = 0,
+        position: int = 0,
+    ) -> None:
         """Queue one frame; silently nothing if the link is gone."""
         if self.is_open and not self._is_cut_off():
-            data = codec.encode(body, call, session, seq)
+            data = codec.encode(body, call, session, seq, position)
             if not self._unsent:
                 self._loop.call_soon(self._flush)
             self._unsent.append(data)
@@ -155,10 +162,10 @@ class Link(asyncio.Protocol):
             if self._unsent_bytes > UNSENT_BYTES_HIGH or self._patience is not None:
                 self._check_debt()
 
-    def answer(self, body: m.AnyMessage, call: int) -> None:
+    def answer(self, body: m.AnyMessage, call: int, position: int = 0) -> None:
         """Queue the answer to a request; one that no frame can hold becomes a refusal."""
         try:
-            self.send(body, call)
+            self.send(body, call, position=position)
         except ProtocolError as exc:
             self.send(m.Refused("rejected", str(exc)), call)
 

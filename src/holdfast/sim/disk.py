@@ -20,7 +20,7 @@ import msgspec
 from holdfast.ports.journal import Entry
 
 _HEAD = struct.Struct("<II")
-_entries = msgspec.msgpack.Decoder(list[tuple[float, float, bytes]])
+_batches = msgspec.msgpack.Decoder(tuple[int, list[tuple[float, float, bytes]]])
 
 CACHED_SYNCS = 20
 """How many of the last syncs a disk that lies may have in its cache only."""
@@ -33,6 +33,9 @@ class Disk:
         self._rng = rng
         self._synced = b""
         self._written = b""
+        #: The number of the last entry that is safe, and of the last that is written.
+        self.end = 0
+        self._written_end = 0
         #: What was safe before each of the last syncs.
         self._earlier: deque[bytes] = deque(maxlen=CACHED_SYNCS)
         self.slow_until = self.full_until = 0.0
@@ -40,14 +43,15 @@ class Disk:
     def load(self) -> list[Entry]:
         """What a new master finds: whole batches, in order."""
         entries: list[Entry] = []
-        position = 0
+        position = self.end = 0
         while position + _HEAD.size <= len(self._synced):
             length, checksum = _HEAD.unpack_from(self._synced, position)
             payload = self._synced[position + _HEAD.size : position + _HEAD.size + length]
             if len(payload) < length or zlib.crc32(payload) != checksum:
                 break
             position += _HEAD.size + length
-            entries += [Entry(*entry) for entry in _entries.decode(payload)]
+            self.end, rows = _batches.decode(payload)
+            entries += [Entry(*row) for row in rows]
         self._synced = self._written = self._synced[:position]
         return entries
 
@@ -55,18 +59,20 @@ class Disk:
         """Begin to write a batch; how long the sync takes, None if the disk is full."""
         if now < self.full_until:
             return None
-        self._written = self._synced + _batch(entries)
+        self._written_end = self.end + len(entries)
+        self._written = self._synced + _batch(self._written_end, entries)
         return self._rng.uniform(0.5, 2.0) if now < self.slow_until else self._rng.expovariate(500)
 
     def compact(self, snapshot: Sequence[Entry]) -> None:
         """Replace everything, in one transaction."""
         self._earlier.append(self._synced)
-        self._synced = self._written = _batch(snapshot)
+        self.end = self._written_end = self.end + len(snapshot)
+        self._synced = self._written = _batch(self.end, snapshot)
 
     def sync(self) -> None:
         """What was written is safe, unless the disk lies."""
         self._earlier.append(self._synced)
-        self._synced = self._written
+        self._synced, self.end = self._written, self._written_end
 
     def crash(self) -> None:
         """Of what was not synced any beginning may be there; often all of it, or nothing."""
@@ -75,12 +81,16 @@ class Disk:
         self._synced = self._written[: len(self._synced) + kept]
 
     def lose_power(self) -> None:
-        """The last syncs were lies: what was there before one of them is there again."""
-        if self._earlier:
-            self._synced = self._written = self._rng.choice(self._earlier)
+        """The last syncs were lies: what was there before one of them is there again.
+
+        Never nothing at all: a master without any journal begins another job.
+        """
+        earlier = [state for state in self._earlier if state]
+        if earlier:
+            self._synced = self._written = self._rng.choice(earlier)
 
 
-def _batch(entries: Sequence[Entry]) -> bytes:
+def _batch(end: int, entries: Sequence[Entry]) -> bytes:
     rows = [(entry.at_s, entry.wall_s, entry.payload) for entry in entries]
-    payload = msgspec.msgpack.encode(rows)
+    payload = msgspec.msgpack.encode((end, rows))
     return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload

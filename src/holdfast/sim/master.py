@@ -39,7 +39,7 @@ class Master:
         self._disk = disk
         self._ended = ended
         self.is_alive = True
-        self.core = _replayed(stage, disk)
+        self.core, self._position = _replayed(stage, disk), disk.end
         self._entries: list[Entry] = []
         self._records: list[Record] = []
         self._facts: list[Event] = []
@@ -57,7 +57,7 @@ class Master:
 
     def start(self) -> None:
         self._stage.network.master = self
-        self.feed(ev.MasterStarted(nonce=f"m{self._number}"))
+        self.feed(ev.MasterStarted(f"m{self._number}", self._position))
         if self._stage.scenario.managed:
             self._stage.platform.watch(self.feed)
             self._stage.desk.watch(lambda plan: self.feed(ev.PlanAsked(plan)))
@@ -115,6 +115,7 @@ class Master:
         if not self.is_alive:
             return
         self._disk.sync()
+        self._position = self._disk.end
         self._is_writing = False
         self._release(records, facts, commands)
         if self._since_snapshot >= self._stage.scenario.compact_after and not self._entries:
@@ -165,7 +166,7 @@ class Master:
         match body:
             case m.Beat():
                 self.feed(ev.BeatReceived(node_id, body))
-                link.send(DOWN, m.Done(), call)
+                link.send(DOWN, m.Done(), call, position=self._position)
             case m.WorkersStarted():
                 self.feed(ev.StartReported(node_id, number, call, body))
             case m.WorkersFailed():
@@ -200,11 +201,11 @@ class Master:
             case cmd.Push():
                 link = self._link_of.get(command.node_id)
                 if link is not None:
-                    link.send(DOWN, command.body)
+                    link.send(DOWN, command.body, position=self._position)
             case cmd.Reply():
                 link = self._links.get(command.link)
                 if link is not None:
-                    link.send(DOWN, command.body, command.call)
+                    link.send(DOWN, command.body, command.call, position=self._position)
             case cmd.Bind():
                 self._bind(command)
             case cmd.Drop():
@@ -259,7 +260,7 @@ class Master:
         self._heard_at = self._clock.now
         self._stage.history.note(f"the job ends: ok={end.ok} {end.reason}")
         for link in self._link_of.values():
-            link.send(DOWN, end)
+            link.send(DOWN, end, position=self._position)
         if self._in_job:
             self._clock.after(FAREWELL_S, self._farewell)
         else:

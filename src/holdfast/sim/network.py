@@ -98,9 +98,15 @@ class Link:
         self._listening = {UP, DOWN}
 
     def send(
-        self, way: str, body: m.AnyMessage, call: int = 0, session: str = "", seq: int = 0
+        self,
+        way: str,
+        body: m.AnyMessage,
+        call: int = 0,
+        session: str = "",
+        seq: int = 0,
+        position: int = 0,
     ) -> None:
-        payload = codec.encode(body, call, session, seq)[4:]
+        payload = codec.encode(body, call, session, seq, position)[4:]
         self._pipes[way].carry(lambda: self._received(way, payload))
         if not isinstance(body, m.Beat) and self._network.must_break(self.place, way):
             self.abort(0.0)

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ports of the real drivers, with models behind them: journal, platform, network ports."""
+"""The ports of the real drivers, with models behind them: journal, platform, desk, ports."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import msgspec
 
 from holdfast.agent.network import ReservedPort
 from holdfast.core.job.events import NodeSeen
 from holdfast.model.errors import StateError
 from holdfast.model.ids import NodeId
-from holdfast.model.order import Order
+from holdfast.model.order import Order, Plan
 from holdfast.ports.journal import Entry
 from holdfast.ports.platform import Sighting
 from holdfast.runtime.journal import MemoryJournal
+from holdfast.sim.desk import Desk
 from holdfast.sim.platform import Platform
 
 
@@ -24,9 +27,10 @@ class Disk(MemoryJournal):
         is_full: Callable[[], bool],
         written: Callable[[Sequence[Entry]], None],
         entries: Sequence[Entry] = (),
+        end: int = 0,
     ) -> None:
-        """`written` is told what is durable now."""
-        super().__init__(entries)
+        """`written` is told what is durable now; `end` is the number of the last entry."""
+        super().__init__(entries, end)
         self._is_full = is_full
         self._written = written
 
@@ -38,9 +42,9 @@ class Disk(MemoryJournal):
 
     def taken_over(self) -> "Disk":
         """What the next master finds after the death of this one."""
-        entries = self.load()
+        entries, end = self.load(), self.end()
         self.close()
-        return Disk(is_full=self._is_full, written=self._written, entries=entries)
+        return Disk(is_full=self._is_full, written=self._written, entries=entries, end=end)
 
 
 class UnheldPort(ReservedPort):
@@ -77,6 +81,32 @@ class PlatformPort:
                 node_id=seen.node_id, phase=seen.phase, reason=seen.reason, message=seen.message
             )
         )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class DeskPort:
+    """The modelled people as one master meets them."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._asked: asyncio.Queue[Plan] = asyncio.Queue()
+
+    async def plans(self) -> AsyncIterator[Plan]:
+        self._desk.watch(self._asked.put_nowait)
+        while True:
+            yield await self._asked.get()
+
+    async def answer(self, plan_id: str, *, ok: bool, text: str) -> None:
+        self._desk.answer(plan_id)
+
+    async def show(self, view: Mapping[str, object]) -> None:
+        """Whoever looks must be able to read it."""
+        msgspec.json.encode(view)
+
+    async def tell(self, kind: str, text: str) -> None:
+        """Nobody listens."""
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -50,7 +50,7 @@ class Result:
     suspended: int
     """How often the job was suspended."""
     has_failed: bool
-    """Whether the job ended because a budget was used up."""
+    """Whether the job ended before its work was done: a budget was used up, or the disk lied."""
     lines: list[str]
 
 
@@ -200,6 +200,7 @@ class Simulation:
             case "lying_disk":
                 self._kill_master(seconds)
                 self._disk.lose_power()
+                self.stage.checkers.worlds.disk_lied(now + self.stage.scenario.lease_s)
             case "slow_disk":
                 self._disk.slow_until = now + seconds
             case "full_disk":

@@ -22,7 +22,10 @@ OF_MANY = ("cut_rack", "cut_world", "shrink_quota")
 OF_MASTER = ("kill_master", "slow_disk", "full_disk")
 OF_OTHERS = ("break_storage", "fail_launch", "slow_launches")
 KINDS = OF_WORKERS + OF_NODES + OF_STREAMS + OF_NETWORK + OF_MANY + OF_MASTER + OF_OTHERS
-"""What seeds draw. `lying_disk` is not among them: see "a disk that lies" in docs/simulation.md."""
+"""What seeds draw."""
+
+LIE = "lying_disk"
+"""The master's machine loses power, and its disk had lied: some seeds have that besides."""
 
 MOMENTS = ("world", "restore", "attempt", "plan")
 """A world is formed, a restore agreed, a checkpoint begun, a plan done: much is under way then."""
@@ -196,7 +199,7 @@ def from_seed(seed: int) -> Scenario:
     if has_data and rng.random() < 0.2:
         scenario = replace(scenario, grows=True, epochs=1, shuffle=False)
     if managed and rng.random() < 0.4:
-        scenario = replace(scenario, asks=_asks(rng, scenario))
+        scenario = replace(scenario, asks=asks_of(rng, scenario))
     moments = MOMENTS if scenario.asks else MOMENTS[:-1]
     kinds = rng.sample(KINDS, rng.randint(1, 6))
     faults: list[Fault] = []
@@ -205,7 +208,16 @@ def from_seed(seed: int) -> Scenario:
         near = rng.choice(faults).at if faults and rng.random() < 0.5 else None
         faults.append(_fault(rng, rng.choice(kinds), near, scenario.length_s(), moments))
     faults.sort(key=lambda fault: fault.at)
-    return replace(scenario, faults=_within_budget(scenario, faults))
+    return _with_a_lie(replace(scenario, faults=_within_budget(scenario, faults)))
+
+
+def _with_a_lie(scenario: Scenario) -> Scenario:
+    """In some seeds the disk lies. Who makes plans is no agent: what was answered is not known."""
+    rng = Random(f"lie {scenario.seed}")
+    if scenario.asks or rng.random() >= 0.05:
+        return scenario
+    lie = Fault(round(rng.uniform(0.0, scenario.length_s()), 3), LIE, 0, rng.choice((0.5, 3.0)))
+    return replace(scenario, faults=(*scenario.faults, lie))
 
 
 def _with_temper(rng: Random, scenario: Scenario) -> Scenario:
@@ -235,7 +247,7 @@ def _fault(
     return Fault(round(at, 3), kind, rng.randrange(16), round(lasting, 3), when)
 
 
-def _asks(rng: Random, scenario: Scenario) -> tuple[Ask, ...]:
+def asks_of(rng: Random, scenario: Scenario) -> tuple[Ask, ...]:
     """A few plans. Who suspends the job resumes it, sooner or later."""
     asks: list[Ask] = []
     for _ in range(rng.randint(1, 4)):

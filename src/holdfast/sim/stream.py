@@ -43,6 +43,7 @@ class Stream:
         self._owner = owner
         self._key = f"{rng.getrandbits(64):016x}"
         self._incarnation = 0
+        self._told: m.Told | None = None
         self._link: Link | None = None
         self._is_attached = False
         self._next_call = 1
@@ -125,7 +126,10 @@ class Stream:
         self._next_call += 1
         self._sent_at = self._clock.now
         attach = replace(
-            self._owner.attachment(), agent_key=self._key, incarnation=self._incarnation
+            self._owner.attachment(),
+            agent_key=self._key,
+            incarnation=self._incarnation,
+            told=self._told,
         )
         self._link.send(UP, attach, self._attach_call)
 
@@ -134,10 +138,12 @@ class Stream:
     def received(self, link: Link, frame: m.Frame) -> None:
         if link is not self._link:
             return
+        if self._is_attached and self._told is not None and frame.position > self._told.position:
+            self._told = replace(self._told, position=frame.position)
         if frame.call == 0:
             self._owner.pushed(frame.body)
         elif frame.call == self._attach_call:
-            self._answered_attach(frame.body)
+            self._answered_attach(frame.body, frame.position)
         else:
             entry = self._outstanding.pop(frame.call, None)
             if entry is not None:
@@ -152,12 +158,13 @@ class Stream:
                 del self._outstanding[number]
         self._lost.keep(None)
 
-    def _answered_attach(self, body: m.AnyMessage) -> None:
+    def _answered_attach(self, body: m.AnyMessage, position: int) -> None:
         if isinstance(body, m.Refused):
             self._owner.refused(body)
             return
         assert isinstance(body, m.Attached)
         self._incarnation = body.incarnation
+        self._told = m.Told(body.journal, body.life, position)
         self._is_attached = True
         self._owner.attached(body, sent_at=self._sent_at)
         for number in list(self._outstanding):

@@ -4,30 +4,25 @@
 What it has trained on is known exactly, so that the checkers can tell what is in which model.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from holdfast.client.data.books import Books
-from holdfast.client.data.parts import Part
 from holdfast.core.node.events import WorkerContinued, WorkerStopped
 from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
 from holdfast.model.errors import RejectedError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import data as d
 from holdfast.protocol import messages as m
+from holdfast.sim.checkers import Sample
 from holdfast.sim.clock import Promise, Task, Timer
-from holdfast.sim.scenario import BATCH, DIRECTORY
+from holdfast.sim.reading import Reader
+from holdfast.sim.scenario import DIRECTORY
 
 if TYPE_CHECKING:
     from holdfast.sim.node import Agent
 
-WAIT_S = 0.5
-"""How long a rank waits for a piece before it steps without: the others wait for it."""
-
 GROWTH_S = 2.0
 """How often somebody looks how far a stream is written."""
-
-Sample = tuple[int, int]
-"""The epoch and the number; of a stream the partition and the offset."""
 
 
 class Worker:
@@ -48,9 +43,7 @@ class Worker:
         self._call = 0
         #: The call of a report under way, and how many there were.
         self._reporting = self._reports = 0
-        self._books: Books | None = None
-        self._part: Part | None = None
-        self.trained: list[Sample] = []
+        self._reader: Reader | None = None
         self._collective = agent.stage.collective(run.generation, run.world_size)
         self._going = self._clock.promise()
         self._going.keep(None)
@@ -132,9 +125,9 @@ class Worker:
         while True:
             await self._clock.pause(scenario.step_s * self._agent.rng.uniform(0.8, 1.2))
             await self._going
-            if self._books is not None:
-                await self._read(self._books)
-                is_finished = not self._books.has_more_epochs
+            if self._reader is not None:
+                await self._reader.read(self._agent.vault.lineage)
+                is_finished = self._reader.is_finished
             else:
                 is_finished = self.step + 1 >= scenario.steps
             met = await self._collective.meet(self.rank, is_finished=is_finished)
@@ -169,7 +162,7 @@ class Worker:
                 return
             prepared, problem, tried = plan.version, "", NONE
             if plan.version != NONE and not await self._agent.vault.open(
-                plan.version, _parts(plan.shape, self.rank, self._run.world_size)
+                plan.version, parts_of(plan.shape, self.rank, self._run.world_size)
             ):
                 prepared, problem, tried = NONE, "a part cannot be had", plan.version
 
@@ -179,9 +172,10 @@ class Worker:
         version = Version(vault.lineage, self.step)
         shape = Shape(self._run.world_size, scenario.shared)
         marks: tuple[d.Mark, ...] | None = None
-        if self._books is not None:
-            marks = self._books.marks()
-        self._stage.checkers.saved(version, self.rank, self.trained)
+        trained: list[Sample] = []
+        if self._reader is not None:
+            marks, trained = self._reader.marks(), self._reader.trained
+        self._stage.checkers.saved(version, self.rank, trained)
         own = [rank_part(self.rank)]
         for part in [SHARED, *own] if scenario.shared and self.local_rank == 0 else own:
             await self._clock.pause(self._agent.rng.uniform(0.001, 0.1))
@@ -204,13 +198,10 @@ class Worker:
         return answer
 
     async def _open_data(self) -> None:
-        dataset = self._stage.scenario.dataset()
-        assert dataset is not None
-        opened = await self._ask(d.DatasetOpen(self.round, dataset))
-        assert isinstance(opened, d.DatasetOpened)
-        self._books = Books(dataset)
-        self._books.opened(opened)
-        if dataset.grows and self.rank == 0:
+        checkers = self._stage.checkers
+        self._reader = Reader(self._stage.scenario, checkers, self._run, self._ask, self._tell)
+        await self._reader.open()
+        if self._stage.scenario.grows and self.rank == 0:
             self._tasks.append(self._clock.spawn(self._watch_stream()))
 
     async def _watch_stream(self) -> None:
@@ -226,73 +217,20 @@ class Worker:
             self._agent.stream.call(body, answered.keep, f"{self._session}-growth", told)
             await answered
 
-    async def _read(self, books: Books) -> None:
-        """The samples of this step, as far as there are any."""
-        left = BATCH
-        self._report(books)
-        while left and books.has_more_epochs:
-            if self._part is None:
-                if not books.ready:
-                    await self._take(books)
-                if not books.ready:
-                    return
-                self._part = books.ready.popleft()
-            part = self._part
-            if part.is_wanted:
-                self._stage.checkers.cuts += _share(books, part)
-            end = min(part.end, part.given + left)
-            of = part.extent if self._stage.scenario.grows else part.epoch
-            for at in range(part.given, end):
-                self.trained.append((of, at))
-                self._stage.checkers.consumed(self._run, self._agent.vault.lineage, of, at)
-            left -= end - part.given
-            books.finish(part, end)
-            if end == part.end:
-                self._part = None
-
-    async def _take(self, books: Books) -> None:
-        body = self._request(books, self._stage.scenario.ahead, WAIT_S)
-        taken = await self._ask(body)
-        assert isinstance(taken, d.ShardsTaken)
-        books.taken(body, taken)
-
-    def _report(self, books: Books) -> None:
-        """Say how far it is while it goes on, unless the last such word is still under way."""
-        if self._reporting or not (books.has_news or books.owes_report):
-            return
-        body = self._request(books, 0, 0.0)
-        books.owes_report = False
+    def _tell(self, body: d.DataCall, answered: Callable[[m.AnyMessage], None]) -> None:
+        """Send a report, while the program goes on."""
         self._reports += 1
 
-        def answered(answer: m.AnyMessage) -> None:
-            self._reporting = 0
-            if self._is_alive and isinstance(answer, d.ShardsTaken):
-                books.taken(body, answer)
+        def alive(answer: m.AnyMessage) -> None:
+            if self._is_alive:
+                answered(answer)
 
         session = f"{self._session}-reports"
-        self._reporting = self._agent.stream.call(body, answered, session, self._reports)
-
-    def _request(self, books: Books, want: int, wait_s: float) -> d.ShardsTake:
-        words = books.words()
-        return d.ShardsTake(
-            self.round, "train", books.term, books.epoch, want, words, wait_s, is_idle=want > 0
-        )
+        self._reporting = self._agent.stream.call(body, alive, session, self._reports)
 
 
-def _parts(shape: Shape, rank: int, world_size: int) -> list[str]:
+def parts_of(shape: Shape, rank: int, world_size: int) -> list[str]:
     """What a rank needs of a version; of another world size it takes several parts."""
     if shape.shared:
         return [SHARED, rank_part(rank)]
     return [rank_part(part) for part in range(rank, shape.world_size, world_size)]
-
-
-def _share(books: Books, part: Part) -> bool:
-    """Others wait for this part: half of the rest goes back, as in client/data/holdings.py.
-
-    Whether there was anything to give.
-    """
-    part.is_wanted = False
-    rest = part.end - part.given
-    if rest > 1:
-        books.cut(part, part.end - rest // 2)
-    return rest > 1

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.model.resources import Limits, Resources
 from holdfast.platforms.kubernetes.manifest import (
     ElasticJob,
     OptimizeMode,
@@ -19,7 +20,7 @@ from holdfast.platforms.kubernetes.manifest import (
     Strategy,
     read_job,
 )
-from holdfast.platforms.kubernetes.templates import Resources, main_container
+from holdfast.platforms.kubernetes.templates import main_container
 
 MANIFESTS = Path(__file__).parents[2] / "kube" / "manifests"
 WORKER = "spec.replicaSpecs.worker"
@@ -79,7 +80,7 @@ def test_an_all_reduce_job_with_every_field() -> None:
     assert job.optimize_mode is OptimizeMode.SINGLE_JOB
     assert job.brain_service == "brain.kube-system.svc:50001"
     assert not job.suspend
-    assert job.resource_limits == Resources(cpu_milli=64_000, memory_mib=512 * 1024, gpus=32)
+    assert job.resource_limits == Limits(cpu_milli=64_000, memory_mib=512 * 1024, gpus=32)
     assert job.envs == (
         {"name": "NCCL_DEBUG", "value": "INFO"},
         {"name": "DATA_KEY", "valueFrom": {"secretKeyRef": {"name": "data", "key": "key"}}},
@@ -120,12 +121,7 @@ def test_what_has_no_effect_is_said_with_the_reason() -> None:
             note.startswith(f"metadata.annotations.{name}: has no effect: ") for note in said
         )
     master = "spec.replicaSpecs.dlrover-master.template.spec.containers[0]"
-    for path in (
-        f"{master}.image",
-        f"{master}.command",
-        f"{WORKER}.restartPolicy",
-        f"{WORKER}.restartTimeout",
-    ):
+    for path in (f"{master}.image", f"{master}.command", f"{WORKER}.restartPolicy"):
         assert any(note.startswith(f"{path}: ") for note in said)
     assert any(note.startswith(f"{WORKER}.template.spec.restartPolicy: ") for note in said)
     assert any(note.startswith("spec.brainService: ") for note in said)

@@ -63,6 +63,14 @@ def test_the_old_label_and_the_old_field_are_understood() -> None:
     assert found.plans == (Plan(plan_id="scaleplan//worker", nodes=5),)
 
 
+def test_both_spellings_of_a_field_may_stand_side_by_side() -> None:
+    numbers, amounts = {"worker": {"replicas": 5}}, {"worker": {"resource": {"memory": "1Gi"}}}
+    for first, second in ((numbers, amounts), (amounts, numbers)):
+        spec = {"ownerJob": "j", "replicaResourceSpecs": first, "replicaResourceSpec": second}
+        found = read_well(plan(spec))
+        assert found.plans == (Plan(plan_id="scaleplan/u1/worker", nodes=5, memory_mib=1024),)
+
+
 def test_pods_to_create_to_remove_and_to_migrate() -> None:
     found = read_well(shapes()["pods"])
     worker, evaluator, ps = found.plans
@@ -81,7 +89,10 @@ def test_pods_to_create_to_remove_and_to_migrate() -> None:
         Move(node_id=NodeId(1)),
     )
     assert [note.split(":")[0] for note in notes(shapes()["pods"])] == [
+        "spec.createPods[0].service",
+        "spec.createPods[0].id",
         "spec.createPods[1].resource",
+        "spec.migratePods[1].rankIndex",
         "spec.psHosts",
     ]
 

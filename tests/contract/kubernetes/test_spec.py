@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
+from holdfast.model.resources import NO_LIMITS, Limits, Resources
 from holdfast.platforms.kubernetes.manifest import read_job
 from holdfast.platforms.kubernetes.plain_roles import UNLIMITED
 from holdfast.platforms.kubernetes.spec import job_spec
@@ -46,7 +47,8 @@ def test_a_plain_job() -> None:
     assert rules.managed
     assert rules.size_from_platform
     assert (rules.max_nodes, rules.suspended, rules.beat_s) == (4, False, 2.0)
-    assert (rules.node_memory_mib, rules.memory_max_mib) == (8192, 0)
+    assert rules.node == Resources(memory_mib=8192)
+    assert (rules.limits, rules.auto_scale) == (NO_LIMITS, True)
     assert (rules.critical, rules.critical_others, rules.priority) == ({}, None, "")
 
 
@@ -57,6 +59,16 @@ def test_restart_count_limits_what_the_program_does_and_nothing_else() -> None:
         assert relaunches[reason] == 2
     assert relaunches[ExitReason.KILLED] == relaunches[ExitReason.LOST] == UNLIMITED
     assert spec_of().node_relaunches[ExitReason.ERROR] == 3
+
+
+def test_restart_timeout_bounds_how_long_a_rank_is_waited_for() -> None:
+    assert spec_of().restart_timeout_s == 0
+    assert spec_of({"restartTimeout": 600}).restart_timeout_s == 600
+    servers = spec_of(
+        {"restartTimeout": 600}, roles=("ps",), distributionStrategy="ParameterServerStrategy"
+    )
+    waits = {name: role.restart_timeout_s for name, role in servers.roles.items()}
+    assert waits == {"ps": 0, "worker": 600, "chief": 600}
 
 
 def test_a_program_that_fails_under_parameter_servers_is_not_tried_again() -> None:
@@ -89,7 +101,25 @@ def test_pending_time_outs(annotation: str, strategy: str) -> None:
     assert (rules.pending_timeout_s, rules.pending_strategy) == (120.0, strategy)
 
 
-def test_the_limit_of_all_nodes_bounds_the_memory_of_each() -> None:
-    assert spec_of(resourceLimits={"memory": "64Gi"}).memory_max_mib == 16 * 1024
-    # A limit below what the nodes ask for anyway leaves nothing to raise.
-    assert spec_of(resourceLimits={"memory": "16Gi"}).memory_max_mib == 8 * 1024
+def test_what_is_said_is_a_limit_and_what_is_not_said_is_none() -> None:
+    limits = spec_of(resourceLimits={"memory": "64Gi", "gpu": 0}).limits
+    assert limits == Limits(memory_mib=64 * 1024, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "auto_scale", "may_scale"),
+    [
+        ("", True, True),
+        ("single-job", True, True),
+        ("cluster", True, True),
+        ("single-job", False, False),
+        ("manual", True, False),
+        ("manunal", True, False),
+        ("mannual", False, False),
+    ],
+)
+def test_who_may_change_what_nodes_ask_for(mode: str, auto_scale: bool, may_scale: bool) -> None:
+    rules = spec_of({"autoScale": auto_scale}, roles=("evaluator",), optimizeMode=mode)
+    assert rules.auto_scale is may_scale
+    # Each role says it for itself, and the mode for all.
+    assert rules.roles["evaluator"].auto_scale is not mode.startswith("man")

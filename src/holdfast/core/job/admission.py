@@ -10,6 +10,9 @@ from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
 from holdfast.protocol import messages as m
 
+BEHIND = "the journal of the master is behind"
+"""How the reason begins for which a job ends whose master has forgotten something."""
+
 NPROC_MAX = 2**20
 """More is a mistake; and the sum over all nodes must fit into the 64 bits of a frame."""
 
@@ -82,11 +85,28 @@ def why_impossible(rules: m.JobRules) -> str:
     return ""
 
 
+def why_behind(attach: m.Attach, table: NodeTable) -> str:
+    """What this agent knows and the journal does not, as the end of the job; empty if nothing."""
+    missing = table.lives.missing(attach.told)
+    if not missing:
+        return ""
+    known = table.by_key.get(attach.agent_key)
+    rank = attach.node_rank if known is None else table.nodes[known].node_rank
+    who = f"of node rank {rank}" if rank >= 0 else f"on {attach.host}"
+    return (
+        f"{BEHIND}: the agent {who} {missing}; the disk under the state directory lost what it "
+        "said it had synced, or an older copy was put there; what was decided since is not known, "
+        "so start the job again in a new state directory, from its last committed checkpoint"
+    )
+
+
 def _fenced(attach: m.Attach, table: NodeTable, *, managed: bool) -> m.Refused | None:
     """Whether the job has gone on without this agent; None if it may come in."""
     known = table.by_key.get(attach.agent_key)
     if known is None and attach.incarnation > 0:
         why = "a newer agent has taken this node's place, or the master has lost its state"
+        if attach.told is not None and attach.told.journal != table.lives.journal:
+            why = "the journal of this node's master is lost: the job starts anew without it"
         return m.Refused("fenced", why)
     if known is not None and table.nodes[known].phase.is_final:
         node = table.nodes[known]

@@ -99,7 +99,7 @@ class Checkpoints:
                 if event.done:
                     # Its agents may have something to say yet.
                     self._settling = (event.world.round, now + RETURN_S, now + SETTLE_S)
-            case ev.WorldBroken():
+            case ev.WorldBroken() if not event.by_plan:
                 self._breaks += 1
             case ev.WorldDone():
                 self._settling = (event.round, now, now + SETTLE_S)

@@ -3,36 +3,17 @@
 
 from dataclasses import dataclass
 
-from holdfast.core.job.plan_events import (
-    GroupMoved as GroupMoved,
-)
-from holdfast.core.job.plan_events import (
-    HostAvoided as HostAvoided,
-)
-from holdfast.core.job.plan_events import (
-    JobResumed as JobResumed,
-)
-from holdfast.core.job.plan_events import (
-    JobSuspended as JobSuspended,
-)
-from holdfast.core.job.plan_events import (
-    JoinClockSet as JoinClockSet,
-)
-from holdfast.core.job.plan_events import (
-    MemoryRaised as MemoryRaised,
-)
-from holdfast.core.job.plan_events import (
-    NodesLeaving as NodesLeaving,
-)
-from holdfast.core.job.plan_events import (
-    PlanAsked as PlanAsked,
-)
-from holdfast.core.job.plan_events import (
-    PlanSettled as PlanSettled,
-)
-from holdfast.core.job.plan_events import (
-    RulesChanged as RulesChanged,
-)
+from holdfast.core.job.plan_events import GroupMoved as GroupMoved
+from holdfast.core.job.plan_events import HostAvoided as HostAvoided
+from holdfast.core.job.plan_events import JobResumed as JobResumed
+from holdfast.core.job.plan_events import JobSuspended as JobSuspended
+from holdfast.core.job.plan_events import JoinClockSet as JoinClockSet
+from holdfast.core.job.plan_events import MemoryRaised as MemoryRaised
+from holdfast.core.job.plan_events import NodesLeaving as NodesLeaving
+from holdfast.core.job.plan_events import PlanAsked as PlanAsked
+from holdfast.core.job.plan_events import PlanSettled as PlanSettled
+from holdfast.core.job.plan_events import RankGivenUp as RankGivenUp
+from holdfast.core.job.plan_events import RulesChanged as RulesChanged
 from holdfast.core.kernel import Event
 from holdfast.model.checkpoint import Version
 from holdfast.model.dataset import Dataset, Piece, Position
@@ -52,6 +33,8 @@ class MasterStarted(Event):
 
     nonce: str = ""
     """Random, of this start alone: what the master names after it has no namesake anywhere."""
+    position: int = 0
+    """How many entries the journal had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +281,8 @@ class WorldBroken(Event):
     reason: str
     node_rank: NodeRank
     last_step_ago_s: float
+    by_plan: bool = False
+    """Nothing has failed: all its nodes shall go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +302,15 @@ class WorldFound(Event):
     done: bool
     """True when every worker of it had finished."""
     broken: bool = False
+    finished: frozenset[NodeId] = frozenset()
+    """The nodes whose workers had finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalBehind(Event):
+    """An agent knows of something that the journal had, and has not any more: see lives.py."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job import role_records as role
 from holdfast.core.job.checkpoints import Checkpoints
+from holdfast.core.job.demand import Demand
 from holdfast.core.job.hangs import Hangs
 from holdfast.core.job.liveness import Liveness
 from holdfast.core.job.nodes import Nodes
@@ -30,6 +31,7 @@ NEWS = (
     ev.MemoryRaised,
     ev.HostAvoided,
     ev.GroupMoved,
+    ev.RankGivenUp,
     ev.IncidentClosed,
     ev.AttemptOpened,
     ev.CopyFailed,
@@ -76,11 +78,11 @@ class JobCore:
 
 def build(spec: JobSpec, job: str) -> JobCore:
     """Create the machines and connect them."""
-    nodes, liveness, rendezvous = Nodes(spec, job), Liveness(spec), Rendezvous()
-    sync, verdicts, progress, checkpoints = Sync(), Verdicts(spec), Progress(), Checkpoints()
-    tallies, shards, hangs, roles = Tallies(), Shards(), Hangs(spec), Roles(spec)
-    ledgers = (checkpoints, tallies, shards)
-    machines = (nodes, liveness, rendezvous, sync, verdicts, progress, *ledgers, hangs, roles)
+    demand = Demand(spec.limits)
+    nodes, roles, liveness = Nodes(spec, job, demand), Roles(spec, demand), Liveness(spec)
+    rendezvous, sync, verdicts, progress = Rendezvous(), Sync(), Verdicts(spec), Progress()
+    rest = checkpoints, tallies, shards, hangs = Checkpoints(), Tallies(), Shards(), Hangs(spec)
+    machines = (nodes, liveness, rendezvous, sync, verdicts, progress, *rest, roles)
     core = Core(machines)
 
     # Inputs.
@@ -100,11 +102,11 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.DataMarks, checkpoints, shards)
     core.route(ev.RequestDropped, sync, shards)
     core.route(ev.NodeSeen, nodes, roles)
-    core.route(ev.StopRequested, verdicts)
 
     # Facts.
     core.route(ev.JobOpened, rendezvous, verdicts, progress, hangs)
     core.route(ev.GenerationRaised, nodes)
+    core.route(ev.JournalBehind, verdicts)
     core.route(ev.NodeExpected, liveness, sync, rendezvous, checkpoints)
     core.route(ev.NodeReady, liveness, sync, rendezvous, checkpoints, shards, hangs)
     # Several may go silent at once: nothing is built on the next when the first is lost.
@@ -139,6 +141,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
 def _route_plans(job: JobCore) -> None:
     """What people ask of a running job, and what follows from it."""
     core = job.core
+    core.route(ev.StopRequested, job.verdicts)
     core.route(ev.PlanAsked, job.nodes, job.roles)
     core.route(ev.RulesChanged, job.verdicts, job.rendezvous)
     core.route(ev.JobSuspended, job.verdicts, job.progress, job.roles)
@@ -153,7 +156,7 @@ def _own_records(job: JobCore) -> None:
     core.own(job.nodes, rec.RulesSet, rec.NodePlanned, rec.NodeAdmitted, rec.NodePhaseChanged)
     core.own(job.nodes, rec.RelaunchCounted, rec.CountersSet, rec.NodePlaced, rec.NodeLeaves)
     core.own(job.nodes, rec.RankWanted, rec.JobSized, rec.PlanSettled)
-    core.own(job.nodes, rec.HostBlamed, rec.GroupMoved)
+    core.own(job.nodes, rec.HostBlamed, rec.GroupMoved, rec.LifeBegan)
     core.own(job.rendezvous, rec.GenerationSet, rec.WorldAgreed, rec.RoundBroken, rec.NodeDone)
     core.own(job.sync, rec.KvChanged, rec.KvDropped, rec.QueueChanged, rec.SessionRemembered)
     core.own(job.sync, rec.BarrierReleased, rec.ScopesDropped)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.failed_hosts import FailedHosts
+from holdfast.core.job.lives import Lives
+from holdfast.core.job.since import Since
 from holdfast.core.job.wanted import Wanted
 from holdfast.core.kernel import Outcome, Record
 from holdfast.model.ids import Incarnation, NodeId, NodeRank
@@ -26,6 +28,8 @@ class NodeState:
     node_id: NodeId
     node_rank: NodeRank
     phase: Phase = Phase.INITIAL
+    #: Since when it is in this phase; 0: nobody knows.
+    phase_at_s: float = 0.0
     incarnation: Incarnation = _NEVER_MET
     #: Empty until an agent process was admitted under this id.
     agent_key: str = ""
@@ -45,6 +49,8 @@ class NodeState:
     cpu_milli: int = 0
     group: int = -1
     replaces: NodeId = NOBODY
+    #: Since when its rank has no agent, as long as it has none itself; -1: nobody knows.
+    down_since_s: float = -1.0
 
     def plan(self) -> rec.NodePlanned:
         """Its order."""
@@ -56,6 +62,7 @@ class NodeState:
             cpu_milli=self.cpu_milli,
             group=self.group,
             replaces=self.replaces,
+            down_since_s=self.down_since_s,
         )
 
     def admission(self) -> rec.NodeAdmitted:
@@ -69,6 +76,22 @@ class NodeState:
             host=self.host,
             topology=self.topology,
         )
+
+    def view(self) -> dict[str, object]:
+        """As people see it."""
+        return {
+            "node_id": self.node_id,
+            "node_rank": self.node_rank,
+            "role": WORKER,
+            "incarnation": self.incarnation,
+            "phase": str(self.phase),
+            "host": self.host,
+            "nproc": self.nproc,
+            "machine": self.machine,
+            "relaunches": self.relaunches,
+            "memory_mib": self.memory_mib,
+            "message": self.message,
+        }
 
 
 class NodeTable:
@@ -89,12 +112,17 @@ class NodeTable:
         self.leaving: dict[NodeId, None] = {}
         #: Live nodes that the platform has no place for yet, and since when: longest first.
         self.pending: dict[NodeId, float] = {}
+        #: Live nodes that were ordered and have no agent yet: since when their ranks have none, and
+        #: since when those of them that the platform runs do.
+        self.down = Since()
+        self.mute = Since()
         #: By node: the one that was ordered to take its place.
         self._successors: dict[NodeId, NodeId] = {}
         #: Where nodes of this job are or were: how many that are still in the table.
         self.machines: Counter[str] = Counter()
         self.wanted = Wanted()
         self.hosts = FailedHosts()
+        self.lives = Lives()
 
     def commit(self, outcome: Outcome, record: Record) -> None:
         """Make a record true and durable."""
@@ -110,9 +138,11 @@ class NodeTable:
         message: str,
         *,
         proven: bool,
+        at_s: float = 0.0,
     ) -> None:
         """Write down that a node is no longer part of the job, and say so."""
-        self.commit(outcome, rec.NodePhaseChanged(node.node_id, phase, reason, message, proven))
+        record = rec.NodePhaseChanged(node.node_id, phase, reason, message, proven, at_s)
+        self.commit(outcome, record)
         lost = ev.NodeLost(node.node_id, node.node_rank, reason, message, proven)
         outcome.facts.append(lost)
 
@@ -157,6 +187,8 @@ class NodeTable:
                 self.leaving[NodeId(record.node_id)] = None
             case rec.HostBlamed():
                 self.hosts.apply(record)
+            case rec.LifeBegan():
+                self.lives.apply(record)
             case _:
                 self.wanted.apply(record)
 
@@ -170,8 +202,10 @@ class NodeTable:
             cpu_milli=record.cpu_milli,
             group=record.group,
             replaces=NodeId(record.replaces),
+            down_since_s=record.down_since_s,
         )
         self.nodes[node.node_id] = node
+        self.down.begin(node.node_id, node.down_since_s)
         if self.is_live(node.replaces):
             self._successors[node.replaces] = node.node_id
         else:
@@ -204,7 +238,7 @@ class NodeTable:
         node = self.nodes.setdefault(node_id, NodeState(node_id, NodeRank(record.node_rank)))
         self.by_key.pop(node.agent_key, None)
         node.phase = Phase.RUNNING
-        self.pending.pop(node_id, None)
+        self._waits_no_more(node_id)
         node.node_rank = NodeRank(record.node_rank)
         node.incarnation = Incarnation(record.incarnation)
         node.agent_key = record.agent_key
@@ -217,13 +251,18 @@ class NodeTable:
     def _apply_phase(self, record: rec.NodePhaseChanged) -> None:
         node = self.nodes[NodeId(record.node_id)]
         was_final = node.phase.is_final
+        if not was_final and node.phase != record.phase:
+            node.phase_at_s = record.at_s
         node.phase, node.proven = Phase(record.phase), record.proven
         self.pending.pop(node.node_id, None)
         if node.phase is Phase.PENDING:
             self.pending[node.node_id] = record.at_s
+        if node.phase is Phase.RUNNING and not node.agent_key and record.at_s:
+            self.mute.begin(node.node_id, record.at_s)
         node.message = record.message or node.message
         if not node.phase.is_final:
             return
+        self._waits_no_more(node.node_id)
         self.leaving.pop(node.node_id, None)
         self._successors.pop(node.replaces, None)
         if not was_final and self.live_by_rank.get(node.node_rank) == node.node_id:
@@ -245,6 +284,15 @@ class NodeTable:
         other = self.nodes[node.replaces] if self.is_live(node.replaces) else self.successor(node)
         if other is not None:
             self.live_by_rank[node.node_rank] = other.node_id
+            if not other.agent_key and node.agent_key and node.phase_at_s:
+                other.down_since_s = node.phase_at_s
+                self.down.begin(other.node_id, other.down_since_s)
+
+    def _waits_no_more(self, node_id: NodeId) -> None:
+        """Its agent has come, or it has ended."""
+        self.pending.pop(node_id, None)
+        self.down.end(node_id)
+        self.mute.end(node_id)
 
     def snapshot(self) -> Iterable[Record]:
         if self.rules is not None:
@@ -262,7 +310,11 @@ class NodeTable:
             begun = Phase.RUNNING if node.agent_key else Phase.INITIAL
             if node.phase not in (begun, Phase.PENDING):
                 yield rec.NodePhaseChanged(
-                    node.node_id, node.phase, message=node.message, proven=node.proven
+                    node.node_id,
+                    node.phase,
+                    message=node.message,
+                    proven=node.proven,
+                    at_s=node.phase_at_s,
                 )
         for node_id, since in self.pending.items():
             message = self.nodes[node_id].message
@@ -274,23 +326,9 @@ class NodeTable:
         yield rec.CountersSet(self.next_node_id, self.next_incarnation)
         yield from self.wanted.snapshot(planned)
         yield from self.hosts.snapshot()
+        yield from self.lives.snapshot()
 
     def view(self) -> list[dict[str, object]]:
         """The table as people see it, live nodes first."""
         rows = sorted(self.nodes.values(), key=lambda n: (n.phase.is_final, n.node_rank))
-        return [
-            {
-                "node_id": node.node_id,
-                "node_rank": node.node_rank,
-                "role": WORKER,
-                "incarnation": node.incarnation,
-                "phase": str(node.phase),
-                "host": node.host,
-                "nproc": node.nproc,
-                "machine": node.machine,
-                "relaunches": node.relaunches,
-                "memory_mib": node.memory_mib,
-                "message": node.message,
-            }
-            for node in rows
-        ]
+        return [node.view() for node in rows]

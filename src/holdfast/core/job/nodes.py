@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.admission import refusal_of, rules_of, rules_of_agent
+from holdfast.core.job.admission import refusal_of, rules_of, rules_of_agent, why_behind
 from holdfast.core.job.commands import Bind, Drop, Push, RemoveNode, Reply
+from holdfast.core.job.demand import Demand
 from holdfast.core.job.fleet import Fleet
 from holdfast.core.job.last_words import Loss
+from holdfast.core.job.lives import Lives
 from holdfast.core.job.node_table import NOBODY, NodeState, NodeTable
 from holdfast.core.kernel import Event, Outcome, Record, Tick
 from holdfast.model.ids import NodeId, NodeRank, Round
@@ -31,11 +33,11 @@ from holdfast.protocol import messages as m
 class Nodes:
     """The node table."""
 
-    def __init__(self, spec: JobSpec, job: str) -> None:
+    def __init__(self, spec: JobSpec, job: str, demand: Demand) -> None:
         self._spec = spec
         self._job = job
         self._table = NodeTable(spec.first_node_id)
-        self._fleet = Fleet(spec, self._table)
+        self._fleet = Fleet(spec, self._table, demand)
         self._ended: ev.JobFinished | None = None
         #: Volatile: what the agents are told when they attach.
         self._generation = 0
@@ -75,6 +77,8 @@ class Nodes:
     def _job_event(self, outcome: Outcome, event: Event, now: float) -> None:
         match event:
             case ev.MasterStarted():
+                if event.nonce:
+                    self._table.commit(outcome, rec.LifeBegan(event.nonce, event.position))
                 self._start(outcome, now)
             case ev.GenerationRaised():
                 self._generation, self._round = event.generation, event.round
@@ -116,10 +120,16 @@ class Nodes:
     def _attach(self, outcome: Outcome, event: ev.AttachRequested, now: float) -> None:
         attach, table = event.attach, self._table
         refusal = refusal_of(attach, table, managed=self._spec.managed)
+        behind = why_behind(attach, table)
+        if behind:
+            outcome.facts.append(ev.JournalBehind(behind))
+            # Whoever is let in hears it as the end of the job.
+            refusal = refusal and m.Refused("fenced", behind)
         if refusal is not None:
             outcome.commands.append(Reply(event.link, event.call, refusal))
             # A node that was given up, and lives: its platform has nothing to say about its end.
-            self._fleet.explained(outcome, table.by_key.get(attach.agent_key, NOBODY), None, now)
+            lost = table.by_key.get(attach.agent_key, NOBODY)
+            self._fleet.losses.explained(outcome, lost, None, now)
             return
         if table.rules is None:
             self._open(outcome, rules_of_agent(attach, table))
@@ -127,19 +137,11 @@ class Nodes:
         node = table.nodes[known] if known is not None else self._admit(outcome, attach)
         self._fleet.orders.ready(node.node_rank, now)
         outcome.commands.append(Bind(node.node_id, event.link))
-        welcome = m.Attached(
-            job=self._job,
-            node_id=node.node_id,
-            node_rank=node.node_rank,
-            incarnation=node.incarnation,
-            generation=self._generation,
-            beat_s=self._spec.beat_s,
-            lease_s=self._spec.lease_s,
-            round=self._round,
-        )
+        welcome = _welcome(self._job, self._spec, node, self._generation, self._round, table.lives)
         outcome.commands.append(Reply(event.link, event.call, welcome))
         if self._ended is not None:
             outcome.commands.append(Push(node.node_id, _farewell(self._ended)))
+        if self._ended is not None or behind:
             return
         outcome.facts.append(
             ev.NodeReady(
@@ -204,7 +206,7 @@ class Nodes:
             return
         if is_final:
             reason = event.reason or ExitReason.UNKNOWN
-            self._fleet.explained(outcome, node.node_id, reason, now)
+            self._fleet.losses.explained(outcome, node.node_id, reason, now)
         if not node.proven and is_final:
             outcome.facts.append(ev.LeaseExpired(node.node_id))
             return
@@ -213,8 +215,7 @@ class Nodes:
         if node.phase.after(event.phase) is node.phase:
             return
         if node.phase.is_final or not is_final:
-            at_s = now if event.phase is Phase.PENDING else 0.0
-            record = rec.NodePhaseChanged(node.node_id, event.phase, "", event.message, at_s=at_s)
+            record = rec.NodePhaseChanged(node.node_id, event.phase, "", event.message, at_s=now)
             table.commit(outcome, record)
             return
         self._lose(
@@ -248,12 +249,12 @@ class Nodes:
             was_leaving=node_id in self._table.leaving,
             ended_well=phase is Phase.SUCCEEDED,
         )
-        self._table.end(outcome, node, phase, reason, message, proven=proven)
+        self._table.end(outcome, node, phase, reason, message, proven=proven, at_s=now)
         if not proven:
             # It may only be slow: with its stream closed it comes back, and learns where it stands.
             outcome.commands.append(Drop(node_id))
-        if self._spec.managed:
-            self._fleet.lost(outcome, loss, now, proven=proven)
+        if self._spec.managed and self._ended is None:
+            self._fleet.losses.lost(outcome, loss, now, proven=proven)
 
     def _stopped(self, outcome: Outcome, node_id: NodeId) -> None:
         """A lost node is now known to have stopped its workers."""
@@ -300,6 +301,23 @@ def _member(node: NodeState, attach: m.Attach) -> Member:
         topology=attach.topology,
         peer_port=attach.peer_port,
         peer_certificate=attach.peer_certificate,
+    )
+
+
+def _welcome(
+    job: str, spec: JobSpec, node: NodeState, generation: int, round_number: int, lives: Lives
+) -> m.Attached:
+    return m.Attached(
+        job=job,
+        node_id=node.node_id,
+        node_rank=node.node_rank,
+        incarnation=node.incarnation,
+        generation=generation,
+        beat_s=spec.beat_s,
+        lease_s=spec.lease_s,
+        round=round_number,
+        journal=lives.journal,
+        life=lives.present,
     )
 
 

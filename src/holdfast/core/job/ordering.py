@@ -13,13 +13,17 @@ from holdfast.model.node import Phase
 from holdfast.model.order import Move, Order
 
 
-def next_node(table: NodeTable, spec: JobSpec, rank: NodeRank, memory_mib: int) -> rec.NodePlanned:
+def next_node(
+    table: NodeTable, spec: JobSpec, rank: NodeRank, memory_mib: int, down_since_s: float
+) -> rec.NodePlanned:
     """The node that comes next on a rank. It inherits what was learned from the one before."""
     group = table.wanted.group_now(spec.group_of(rank))
     node_id = NodeId(table.next_node_id)
     before = table.nodes.get(table.ended_by_rank.get(rank, NOBODY))
     if before is None:
-        return rec.NodePlanned(node_id, rank, memory_mib=memory_mib, group=group)
+        return rec.NodePlanned(
+            node_id, rank, memory_mib=memory_mib, group=group, down_since_s=down_since_s
+        )
     return rec.NodePlanned(
         node_id,
         rank,
@@ -27,10 +31,11 @@ def next_node(table: NodeTable, spec: JobSpec, rank: NodeRank, memory_mib: int) 
         memory_mib=memory_mib or before.memory_mib,
         cpu_milli=before.cpu_milli,
         group=group,
+        down_since_s=down_since_s,
     )
 
 
-def moved_node(table: NodeTable, old: NodeState, move: Move) -> rec.NodePlanned:
+def moved_node(table: NodeTable, old: NodeState, move: Move, now: float) -> rec.NodePlanned:
     """The node that takes another's place, with other resources if some were asked."""
     return rec.NodePlanned(
         NodeId(table.next_node_id),
@@ -40,7 +45,15 @@ def moved_node(table: NodeTable, old: NodeState, move: Move) -> rec.NodePlanned:
         cpu_milli=move.cpu_milli or old.cpu_milli,
         group=old.group,
         replaces=old.node_id,
+        down_since_s=now,
     )
+
+
+def down_since(node: NodeState, now: float) -> float:
+    """Since when the rank of a node that has ended has no agent."""
+    if node.agent_key:
+        return node.phase_at_s or now
+    return node.down_since_s if node.down_since_s >= 0 else now
 
 
 def order_of(node: NodeState, table: NodeTable, spec: JobSpec, now: float) -> Order:
@@ -76,9 +89,14 @@ class Orders:
         *,
         pause_s: float = 0.0,
         memory_mib: int = 0,
+        down_since_s: float | None = None,
     ) -> None:
-        """Order the next node of a rank, with at least so much memory."""
-        planned = next_node(self._table, self._spec, rank, memory_mib)
+        """Order the next node of a rank, with at least so much memory.
+
+        `down_since_s` is given where the rank is launched again, and goes on with its clock.
+        """
+        since_s = now if down_since_s is None else down_since_s
+        planned = next_node(self._table, self._spec, rank, memory_mib, since_s)
         self.place(outcome, planned, reason, now, pause_s=pause_s)
 
     def place(
@@ -97,10 +115,13 @@ class Orders:
         self._launches.put(node_id, now + pause_s)
         self.launch_due(outcome, now)
 
-    def fill(self, outcome: Outcome, reason: str, now: float) -> None:
+    def fill(self, outcome: Outcome, reason: str, now: float, *, is_relaunch: bool = False) -> None:
         """Order what is wanted and has no node."""
-        for rank in sorted(self._table.wanted.ranks - self._table.live_by_rank.keys()):
-            self.order(outcome, rank, reason, now)
+        table = self._table
+        for rank in sorted(table.wanted.ranks - table.live_by_rank.keys()):
+            before = table.nodes.get(table.ended_by_rank.get(rank, NOBODY))
+            since_s = down_since(before, now) if before is not None and is_relaunch else now
+            self.order(outcome, rank, reason, now, down_since_s=since_s)
 
     def give_again(self, outcome: Outcome, now: float) -> None:
         """What an earlier master had ordered, and nobody has seen."""

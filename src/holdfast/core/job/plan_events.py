@@ -83,3 +83,12 @@ class GroupMoved(Event):
     group: int
     successor: int
     nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankGivenUp(Event):
+    """A rank gets no node any more, unless somebody asks for another size."""
+
+    role: str
+    node_rank: NodeRank
+    why: str

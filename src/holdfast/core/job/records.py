@@ -4,6 +4,7 @@
 import msgspec
 from msgspec import Struct
 
+from holdfast.core.job.lives import LifeBegan as LifeBegan
 from holdfast.core.job.role_records import AnyRoleRecord
 from holdfast.core.kernel import Record
 from holdfast.model.checkpoint import Shape, Version
@@ -35,6 +36,8 @@ class NodePlanned(Record, frozen=True):
     group: int = -1
     replaces: int = -1
     """A node of the same rank that stays until this one is ready."""
+    down_since_s: float = -1.0
+    """Since when its rank has no agent, whoever was launched meanwhile; -1: nobody knows."""
 
 
 class NodePlaced(Record, frozen=True):
@@ -109,7 +112,7 @@ class NodePhaseChanged(Record, frozen=True):
     proven: bool = True
     """False while a lost node may still run somewhere: its lease has not expired."""
     at_s: float = 0.0
-    """Since when it is pending."""
+    """Since when it is so; 0 where nobody asks, and in journals of older versions."""
 
 
 class CountersSet(Record, frozen=True):
@@ -158,6 +161,7 @@ class WorldAgreed(Record, frozen=True):
 class RoundBroken(Record, frozen=True):
     round: int
     reason: str
+    by_plan: bool = False
 
 
 class NodeDone(Record, frozen=True):
@@ -434,6 +438,7 @@ class AnswerKept(Record, frozen=True):
 AnyRecord = (
     RulesSet
     | GenerationSet
+    | LifeBegan
     | NodePlanned
     | NodePlaced
     | NodeLeaves

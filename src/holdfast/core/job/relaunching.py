@@ -3,15 +3,17 @@
 
 A node rank has a budget for each class of failure. For a critical rank one number takes the place
 of them, and the job may have a limit of its own: what somebody else ended counts for neither. A
-node that was out of memory gets twice as much, up to the most that a node may have.
+node that was out of memory gets twice as much, as far as the limits of the job allow; where the job
+changes nothing by itself, it is launched again as it was.
 """
 
 from dataclasses import dataclass
 
+from holdfast.core.job.demand import Demand
 from holdfast.core.job.node_table import NodeState, NodeTable
 from holdfast.model.job import JobSpec
 from holdfast.model.node import OF_THE_PROGRAM, ExitReason
-from holdfast.model.role import raised_memory_mib
+from holdfast.model.role import NOT_RAISED, raised_memory_mib
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +29,35 @@ class Relaunch:
 
 
 def judge(
-    table: NodeTable, spec: JobSpec, node: NodeState, reason: ExitReason, *, has_run: bool
+    table: NodeTable,
+    spec: JobSpec,
+    demand: Demand,
+    node: NodeState,
+    reason: ExitReason,
+    *,
+    has_run: bool,
 ) -> Relaunch:
     """Decide over the successor of a node that was lost."""
     # What the program itself did wrong counts, even if nobody saw it run.
     counts = has_run or reason in OF_THE_PROGRAM
     refusal = _used_up(table, spec, node, reason) if counts else ""
-    if refusal or reason is not ExitReason.OOM or not spec.node_memory_mib:
+    if reason is not ExitReason.OOM or not spec.node_memory_mib:
         return Relaunch(refusal, counts)
     before = memory_of(table, spec, node)
-    raised = raised_memory_mib(before, spec.memory_max_mib)
+    if refusal or not spec.auto_scale:
+        hint = "" if spec.auto_scale else f"; it has {before} MiB, and {NOT_RAISED}"
+        return Relaunch(refusal and refusal + hint, counts)
+    raised = raised_memory_mib(before, demand.memory_left_mib())
     if not raised:
-        rank, most = node.node_rank, f"{before} MiB, the most that a node of this job gets"
-        return Relaunch(f"node rank {rank} was out of memory with {most}")
+        rank, most = node.node_rank, demand.limits.memory_mib
+        why = f"all nodes together may ask for {most} MiB, which leaves nothing"
+        return Relaunch(f"node rank {rank} was out of memory with {before} MiB, and {why}")
     return Relaunch("", counts, raised)
 
 
 def memory_of(table: NodeTable, spec: JobSpec, node: NodeState) -> int:
     """How much memory a node asks for."""
-    return max(node.memory_mib, table.wanted.memory_mib) or spec.node_memory_mib
+    return max(node.memory_mib, table.wanted.memory_mib, spec.node_memory_mib)
 
 
 def _used_up(table: NodeTable, spec: JobSpec, node: NodeState, reason: ExitReason) -> str:

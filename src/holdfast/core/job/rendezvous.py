@@ -153,7 +153,7 @@ class Rendezvous:
         if event.round != self._state.round or self._state.broken or self._ended:
             return NOTHING
         outcome = Outcome()
-        commit(self, outcome, rec.RoundBroken(self._state.round, event.reason))
+        commit(self, outcome, rec.RoundBroken(self._state.round, event.reason, event.by_plan))
         assert self._rules is not None
         self._clock.wait(now, self._rules.join_timeout_s)
         formed = self._form(now)
@@ -170,8 +170,8 @@ class Rendezvous:
         self._muster.leave(event.node_ids)
         index = self._state.index
         if self._state.is_healthy and self._muster.leaving.issuperset(index):
-            broken = ev.WorldBroken(self._state.round, event.reason, NodeRank(-1), -1.0)
-            return Outcome(facts=[broken])
+            over = (self._state.round, event.reason, NodeRank(-1), -1.0)
+            return Outcome(facts=[ev.WorldBroken(*over, by_plan=True)])
         if self._state.is_healthy and not self._muster.leaving.isdisjoint(index):
             self._next_why = event.reason
         return self._form(now)
@@ -251,7 +251,7 @@ class Rendezvous:
                 ),
                 self._next_why,
                 planned,
-                self._state.restarts + (self._state.round > 0 and not planned),
+                self._state.breaks,
                 self._muster.unstopped_with(before),
             ),
         )
@@ -291,7 +291,7 @@ class Rendezvous:
 def _found(state: WorldState, world: World) -> ev.WorldFound:
     done = not state.broken and len(state.done) == len(state.index)
     broken = bool(state.broken)
-    return ev.WorldFound(world, state.restarts + broken, done, broken)
+    return ev.WorldFound(world, state.breaks, done, broken, frozenset(state.done))
 
 
 def _why_given_up(rules: m.JobRules, ready: int) -> str:

@@ -15,6 +15,8 @@ class RoleNodePlanned(Record, frozen=True):
     memory_mib: int = 0
     cpu_milli: int = 0
     at_s: float = 0.0
+    down_since_s: float = -1.0
+    """Since when its rank does not run, whoever was launched meanwhile; -1: nobody knows."""
 
 
 class RoleNodeChanged(Record, frozen=True):

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for nodes without agents: what may be launched again, and what people may ask for."""
 
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 from holdfast.core.job import role_records as rec
+from holdfast.core.job.commands import LaunchNode, RemoveNode
 from holdfast.core.job.role_table import Place, RoleNodeState, RoleTable
+from holdfast.core.kernel import Command
 from holdfast.model.ids import NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.node import OF_THE_PROGRAM, ExitReason, Phase
-from holdfast.model.order import Order, Plan
-from holdfast.model.role import RoleSpec, priority_of
+from holdfast.model.order import NODES_MAX, Order, Plan
+from holdfast.model.role import NOT_RAISED, RoleSpec, priority_of, raised_memory_mib
 
 OF_OTHERS = frozenset({ExitReason.KILLED, ExitReason.LOST})
 """Evictions and lost machines say nothing about the program: growing pauses bound them."""
@@ -37,10 +41,28 @@ def order_of(node: RoleNodeState, table: RoleTable, spec: JobSpec) -> Order:
     )
 
 
+def given_again(table: RoleTable, spec: JobSpec) -> Iterator[Command]:
+    """What an earlier master had decided, and the platform may not have heard."""
+    for node in table.nodes.values():
+        if node.leaves:
+            yield RemoveNode(node.node_id)
+        elif node.phase is Phase.INITIAL:
+            yield LaunchNode(order_of(node, table, spec))
+
+
 def plan_node(
-    place: Place, table: RoleTable, now: float, memory_mib: int, cpu_milli: int
+    place: Place,
+    table: RoleTable,
+    now: float,
+    *,
+    memory_mib: int = 0,
+    cpu_milli: int = 0,
+    down_since_s: float | None = None,
 ) -> rec.RoleNodePlanned:
-    """The next node of a rank, with so much memory and processor time if either is given."""
+    """The next node of a rank, with so much memory and processor time if either is given.
+
+    `down_since_s` is given where the rank is launched again, and goes on with its clock.
+    """
     role, rank = place
     older = table.newest_of(place)
     asked_memory_mib, asked_cpu_milli = table.asked.get(role, (0, 0))
@@ -54,13 +76,22 @@ def plan_node(
         memory_mib=memory_mib or max(asked_memory_mib, before_mib),
         cpu_milli=cpu_milli or asked_cpu_milli,
         at_s=now,
+        down_since_s=now if down_since_s is None else down_since_s,
     )
 
 
-def resized(wanted: list[Place], role: str, nodes: int) -> tuple[list[Place], list[Place]]:
-    """Which ranks come, the lowest free ones, and which go, the highest, for so many nodes."""
+def resized(
+    wanted: list[Place], given_up: Collection[Place], role: str, nodes: int
+) -> tuple[list[Place], list[Place]]:
+    """Which ranks come, the lowest free ones, and which go, the highest, for so many nodes.
+
+    Another size is also a new try for ranks that were given up. The present one is no new wish.
+    """
+    if nodes == len(wanted):
+        return [], []
+    again = [place for place in wanted[:nodes] if place in given_up]
     free = (place for rank in range(nodes) if (place := (role, NodeRank(rank))) not in wanted)
-    return list(islice(free, max(0, nodes - len(wanted)))), wanted[nodes:]
+    return again + list(islice(free, max(0, nodes - len(wanted)))), wanted[nodes:]
 
 
 def is_at_work(table: RoleTable, spec: JobSpec) -> bool:
@@ -71,6 +102,31 @@ def is_at_work(table: RoleTable, spec: JobSpec) -> bool:
         and place not in table.given_up
         for place in table.wanted
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLoss:
+    """A node that has ended, and how."""
+
+    node: RoleNodeState
+    reason: ExitReason
+    message: str
+    down_since_s: float
+    """Since when its rank does not run."""
+
+
+def judge(
+    loss: RoleLoss, table: RoleTable, asked: RoleSpec, left_mib: int | None
+) -> tuple[str, int]:
+    """Why the rank of a lost node is not launched again, and with how much memory if it is."""
+    memory_mib = loss.node.planned.memory_mib
+    why_not = over_budget(loss.node.place, table, asked, loss.reason)
+    if loss.reason is ExitReason.OOM and asked.auto_scale and not why_not:
+        before_mib = max(memory_mib, asked.node_memory_mib)
+        memory_mib = raised_memory_mib(before_mib, left_mib)
+        if before_mib and not memory_mib:
+            why_not = f"it has {before_mib} MiB of memory and may not have more"
+    return why_not, memory_mib
 
 
 def over_budget(place: Place, table: RoleTable, asked: RoleSpec, reason: ExitReason) -> str:
@@ -84,10 +140,19 @@ def over_budget(place: Place, table: RoleTable, asked: RoleSpec, reason: ExitRea
     if used < limit:
         return ""
     hint = ", as it would fail again" if reason in OF_THE_PROGRAM and limit == 0 else ""
+    if reason is ExitReason.OOM and not asked.auto_scale:
+        node = table.newest_of(place)
+        memory_mib = max(asked.node_memory_mib, 0 if node is None else node.planned.memory_mib)
+        hint = f"; it has {memory_mib} MiB, and {NOT_RAISED}"
     return f"it may be launched again {limit} times for the reason {reason!s}{hint}"
 
 
-def longest_waiting(table: RoleTable, spec: JobSpec) -> RoleNodeState | None:
+def _waiting(table: RoleTable) -> Iterator[RoleNodeState]:
+    """Nodes that shall run and do not yet."""
+    return (node for node in table.live() if node.phase in (Phase.INITIAL, Phase.PENDING))
+
+
+def _longest_waiting(table: RoleTable, spec: JobSpec) -> RoleNodeState | None:
     """Of the nodes that the job ends for if they get no machine, the one that has waited longest.
 
     Which these are, the job's `pending_strategy` says.
@@ -95,16 +160,53 @@ def longest_waiting(table: RoleTable, spec: JobSpec) -> RoleNodeState | None:
     strategy = spec.pending_strategy
     if strategy == "skip" or spec.pending_timeout_s <= 0:
         return None
-    waiting = (
+    needed = (
         node
-        for node in table.live()
-        if node.phase in (Phase.INITIAL, Phase.PENDING)
-        and (
-            strategy == "all"
-            or spec.roles[node.planned.role].critical_limit(node.planned.node_rank) is not None
-        )
+        for node in _waiting(table)
+        if strategy == "all"
+        or spec.roles[node.planned.role].critical_limit(node.planned.node_rank) is not None
     )
-    return min(waiting, key=lambda node: node.planned.at_s, default=None)
+    return min(needed, key=lambda node: node.planned.at_s, default=None)
+
+
+def why_stopped(table: RoleTable, spec: JobSpec, now: float) -> str:
+    """Why the job ends now for want of a machine; empty if it does not."""
+    node = _longest_waiting(table, spec)
+    if node is None or now < node.planned.at_s + spec.pending_timeout_s:
+        return ""
+    waited = f"has been waiting for a machine for {now - node.planned.at_s:.0f} s"
+    return f"{name_of(node.place)} {waited}: {node.message or 'it is pending'}"
+
+
+def _down(table: RoleTable, spec: JobSpec) -> Iterator[tuple[float, RoleNodeState]]:
+    """Nodes whose rank is given up if it does not run in time, and when that is."""
+    for node in _waiting(table):
+        timeout_s, since_s = spec.roles[node.place[0]].restart_timeout_s, node.planned.down_since_s
+        if timeout_s and since_s >= 0:
+            yield since_s + timeout_s, node
+
+
+def down_too_long(table: RoleTable, spec: JobSpec, now: float) -> list[tuple[RoleNodeState, str]]:
+    """Nodes whose rank has not run for its restart time-out, each with that as a reason."""
+    return [(node, _why_down(node, spec)) for at, node in _down(table, spec) if at <= now]
+
+
+def _why_down(node: RoleNodeState, spec: JobSpec) -> str:
+    timeout_s, relaunches = spec.roles[node.place[0]].restart_timeout_s, node.planned.relaunches
+    said = f" ({node.message})" if node.message else ""
+    known = f"it is {'pending' if node.phase is Phase.PENDING else 'ordered'}{said}"
+    again = f", launched again {relaunches} times" if relaunches else ""
+    late = f"has not run for its restart time-out of {timeout_s:g} s"
+    return f"{name_of(node.place)} {late}: {known}{again}"
+
+
+def next_overdue(table: RoleTable, spec: JobSpec) -> float | None:
+    """When somebody has been waited for too long, if nothing changes."""
+    times = [at for at, _ in _down(table, spec)]
+    longest = _longest_waiting(table, spec)
+    if longest is not None:
+        times.append(longest.planned.at_s + spec.pending_timeout_s)
+    return min(times, default=None)
 
 
 def problem_of(plan: Plan, table: RoleTable) -> str:
@@ -113,10 +215,19 @@ def problem_of(plan: Plan, table: RoleTable) -> str:
     left -= len(set(plan.remove))
     if left < 1 and (plan.nodes is not None or plan.remove):
         return f"it would leave the job without any node of role {plan.role}"
+    if max((plan.nodes or 0, *(rank + 1 for rank in plan.add))) > NODES_MAX:
+        return f"a role has at most {NODES_MAX} nodes"
     for node_id in (*plan.remove, *(move.node_id for move in plan.migrate)):
         node = table.nodes.get(node_id)
         if node is None or not node.is_live or node.planned.role != plan.role:
             return f"there is no node {node_id} of role {plan.role}"
+    gone = {table.nodes[node_id].place for node_id in plan.remove}
+    if plan.nodes is not None:
+        left_over = [place for place in table.wanted_of(plan.role) if place not in gone]
+        gone.update(resized(left_over, table.given_up, plan.role, plan.nodes)[1])
+    for move in plan.migrate:
+        if table.nodes[move.node_id].place in gone:
+            return f"node id {move.node_id} cannot be moved: by the same plan it has to go"
     return ""
 
 

@@ -11,26 +11,32 @@ from collections.abc import Iterable
 from holdfast.core.job import events as ev
 from holdfast.core.job import role_records as rec
 from holdfast.core.job.commands import AnswerPlan, LaunchNode, RemoveNode
+from holdfast.core.job.demand import Demand, described, of_places, over_limits
 from holdfast.core.job.launch_queue import LaunchQueue
+from holdfast.core.job.pending import LOOK_S
 from holdfast.core.job.role_rules import (
     OF_OTHERS,
+    RoleLoss,
     asked_by,
+    down_too_long,
+    given_again,
     is_at_work,
-    longest_waiting,
+    judge,
     name_of,
+    next_overdue,
     order_of,
-    over_budget,
     plan_node,
     problem_of,
     resized,
+    why_stopped,
 )
 from holdfast.core.job.role_table import Place, RoleNodeState, RoleTable, changed
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
-from holdfast.model.ids import NodeId, Round
+from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.order import WORKER, Plan
-from holdfast.model.role import RoleSpec, raised_memory_mib
+from holdfast.model.role import RoleSpec
 
 FIRST_NODE_ID = 1_000_000
 """Beside nodes with agents, which count from 0: nobody has two nodes of one id."""
@@ -39,13 +45,17 @@ FIRST_NODE_ID = 1_000_000
 class Roles:
     """The table of nodes without agents."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, demand: Demand) -> None:
         self._spec = spec
+        self._demand = demand
+        demand.count(lambda: of_places(self._table, spec))
         first = spec.first_node_id if WORKER in spec.roles else FIRST_NODE_ID + spec.first_node_id
         self._table = RoleTable(first)
         #: A queue for each role, because their ranks count from 0 each.
         self._launches = {role: LaunchQueue() for role in spec.roles}
         self._is_over = False
+        #: Until then nobody is given up for having been waited for too long.
+        self._looks_until = 0.0
 
     def handle(self, event: Event, now: float) -> Outcome:
         if not self._spec.roles:
@@ -70,23 +80,21 @@ class Roles:
 
     def deadline(self) -> float | None:
         times = [queue.deadline() for queue in self._launches.values()]
-        waiting = longest_waiting(self._table, self._spec)
-        if waiting is not None and not self._is_over:
-            times.append(waiting.planned.at_s + self._spec.pending_timeout_s)
+        overdue_at = None if self._is_over else next_overdue(self._table, self._spec)
+        if overdue_at is not None:
+            times.append(max(overdue_at, self._looks_until))
         return min((at for at in times if at is not None), default=None)
 
     # ---- the life of a node ---------------------------------------------------------------------
 
     def _start(self, now: float) -> Outcome:
         """Order what a new job needs; do again what may not have been done."""
-        outcome = Outcome()
         if self._table.has_begun:
-            for node in self._table.nodes.values():
-                if node.leaves:
-                    outcome.commands.append(RemoveNode(node.node_id))
-                elif node.phase is Phase.INITIAL:
-                    outcome.commands.append(LaunchNode(order_of(node, self._table, self._spec)))
-            return outcome
+            self._looks_until = now + LOOK_S
+            return Outcome(commands=list(given_again(self._table, self._spec)))
+        if refusal := self._spec.limits.refusal(described(self._spec)):
+            return Outcome(facts=[ev.WorldImpossible(refusal)])
+        outcome = Outcome()
         for role, asked in self._spec.roles.items():
             for rank in range(asked.nodes):
                 commit(self, outcome, rec.RoleRankSet(role, rank, is_wanted=True))
@@ -99,25 +107,16 @@ class Roles:
         for place in sorted(self._table.wanted - self._table.given_up):
             node = self._table.newest_of(place)
             if node is None or not (node.is_live or node.phase is Phase.SUCCEEDED):
-                self._launch(outcome, place, reason, now)
+                self._launch(outcome, plan_node(place, self._table, now), reason, now, 0.0)
 
     def _launch(
-        self,
-        outcome: Outcome,
-        place: Place,
-        reason: str,
-        now: float,
-        *,
-        pause_s: float = 0.0,
-        memory_mib: int = 0,
-        cpu_milli: int = 0,
+        self, outcome: Outcome, planned: rec.RoleNodePlanned, why: str, now: float, pause_s: float
     ) -> None:
-        planned = plan_node(place, self._table, now, memory_mib, cpu_milli)
         commit(self, outcome, planned)
-        role, rank = place
-        node_id = NodeId(planned.node_id)
-        outcome.facts.append(ev.NodeOrdered(node_id, rank, f"{role}: {reason}", pause_s))
-        self._launches[role].put(node_id, now + pause_s)
+        node_id, rank = NodeId(planned.node_id), NodeRank(planned.node_rank)
+        reason = f"{planned.role}: {why}"
+        outcome.facts.append(ev.NodeOrdered(node_id, rank, reason, pause_s))
+        self._launches[planned.role].put(node_id, now + pause_s)
         outcome.add(self._launch_due(now))
 
     def _launch_due(self, now: float) -> Outcome:
@@ -134,7 +133,9 @@ class Roles:
         if node is None or node.phase.after(event.phase) is node.phase:
             return NOTHING
         outcome = Outcome()
-        was_live = node.is_live
+        was_live, down_since_s = node.is_live, node.planned.down_since_s
+        if node.phase is Phase.RUNNING or down_since_s < 0:
+            down_since_s = now
         record = changed(node, event.phase, message=event.message, machine=event.host)
         commit(self, outcome, record)
         role, rank = node.place
@@ -145,32 +146,27 @@ class Roles:
         elif event.phase.is_final and was_live and not self._is_over:
             reason = event.reason or ExitReason.UNKNOWN
             message = event.message or f"the platform reports it as {event.phase}"
-            self._replace(outcome, node, reason, message, now)
+            self._replace(outcome, RoleLoss(node, reason, message, down_since_s), now)
         return outcome
 
-    def _replace(
-        self, outcome: Outcome, node: RoleNodeState, reason: ExitReason, message: str, now: float
-    ) -> None:
-        place, asked = node.place, self._spec.roles[node.planned.role]
-        memory_mib = node.planned.memory_mib
-        why_not = over_budget(place, self._table, asked, reason)
-        if reason is ExitReason.OOM and not why_not:
-            before_mib = memory_mib or asked.node_memory_mib
-            memory_mib = raised_memory_mib(before_mib, asked.memory_max_mib)
-            if before_mib and not memory_mib:
-                why_not = f"it has {before_mib} MiB of memory and may not have more"
+    def _replace(self, outcome: Outcome, loss: RoleLoss, now: float) -> None:
+        place, reason, table = loss.node.place, loss.reason, self._table
+        asked = self._spec.roles[place[0]]
+        why_not, memory_mib = judge(loss, table, asked, self._demand.memory_left_mib())
         if why_not:
-            self._give_up(outcome, place, asked, f"{name_of(place)}: {message}; {why_not}")
+            self._give_up(outcome, place, asked, f"{name_of(place)}: {loss.message}; {why_not}")
             return
         if reason not in OF_OTHERS:
             commit(self, outcome, rec.RoleRelaunched(*place, reason))
         pause_s = self._launches[place[0]].pause_s(place[1], now)
-        why = f"it was lost ({reason}: {message})"
-        self._launch(outcome, place, why, now, pause_s=pause_s, memory_mib=memory_mib)
+        why, since_s = f"it was lost ({reason}: {loss.message})", loss.down_since_s
+        planned = plan_node(place, table, now, memory_mib=memory_mib, down_since_s=since_s)
+        self._launch(outcome, planned, why, now, pause_s)
 
     def _give_up(self, outcome: Outcome, place: Place, asked: RoleSpec, why: str) -> None:
         is_wanted = place in self._table.wanted
         commit(self, outcome, rec.RoleRankSet(*place, is_wanted, is_given_up=True))
+        outcome.facts.append(ev.RankGivenUp(*place, why))
         if asked.critical_limit(place[1]) is not None:
             outcome.facts.append(ev.WorldImpossible(why))
         else:
@@ -186,23 +182,30 @@ class Roles:
         else:
             outcome.facts.append(ev.WorldImpossible(why or "no node is left that works"))
 
-    # ---- nodes that cannot be placed ------------------------------------------------------------
+    # ---- nodes that do not come -----------------------------------------------------------------
 
     def _look(self, now: float) -> Outcome:
-        outcome, waiting = self._launch_due(now), longest_waiting(self._table, self._spec)
-        waits_s = -1.0 if waiting is None else now - waiting.planned.at_s
-        if waiting is not None and waits_s >= self._spec.pending_timeout_s and not self._is_over:
-            why = f"{name_of(waiting.place)} has been waiting for a machine for {waits_s:.0f} s"
-            outcome.facts.append(ev.WorldImpossible(f"{why}: {waiting.message or 'it is pending'}"))
+        outcome = self._launch_due(now)
+        if self._is_over or now < self._looks_until:
+            return outcome
+        if why := why_stopped(self._table, self._spec, now):
+            outcome.facts.append(ev.WorldImpossible(why))
+        for node, why in down_too_long(self._table, self._spec, now):
+            outcome.add(self._remove([node], why))
+            self._give_up(outcome, node.place, self._spec.roles[node.planned.role], why)
         return outcome
 
     # ---- what people ask for --------------------------------------------------------------------
 
     def _plan(self, plan: Plan, now: float) -> Outcome:
         outcome = Outcome()
+        self._demand.follow(plan)
         settled = self._table.settled.get(plan.plan_id)
         if settled is None:
-            problem = "the job is over" if self._is_over else problem_of(plan, self._table)
+            problem = problem_of(plan, self._table) or over_limits(
+                plan, self._table, self._spec, self._demand
+            )
+            problem = "the job is over" if self._is_over else problem
             if not problem:
                 self._carry_out(outcome, plan, now)
             text = problem or "it is done"
@@ -229,18 +232,13 @@ class Roles:
         for move in plan.migrate:
             node = self._table.nodes[move.node_id]
             outcome.add(self._remove([node], "another takes its place"))
-            self._launch(
-                outcome,
-                node.place,
-                "it takes another's place",
-                now,
-                memory_mib=move.memory_mib,
-                cpu_milli=move.cpu_milli,
-            )
+            asked = {"memory_mib": move.memory_mib, "cpu_milli": move.cpu_milli}
+            planned = plan_node(node.place, self._table, now, **asked)
+            self._launch(outcome, planned, "it takes another's place", now, 0.0)
         self._launch_missing(outcome, "somebody asked for more nodes", now)
 
     def _resize(self, outcome: Outcome, role: str, nodes: int) -> None:
-        come, go = resized(self._table.wanted_of(role), role, nodes)
+        come, go = resized(self._table.wanted_of(role), self._table.given_up, role, nodes)
         for place in go:
             self._unwanted(outcome, place)
         for place in come:
@@ -260,6 +258,8 @@ class Roles:
     def _resume(self, now: float) -> Outcome:
         outcome = Outcome()
         commit(self, outcome, rec.RolesSet(is_suspended=False))
+        for place in sorted(self._table.given_up & self._table.wanted):
+            commit(self, outcome, rec.RoleRankSet(*place, is_wanted=True))
         self._launch_missing(outcome, "the job goes on", now)
         return outcome
 

@@ -10,13 +10,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from holdfast.core.job.admission import sized, why_impossible
+from holdfast.core.job.demand import Demand, of_ranks
 from holdfast.core.job.node_table import NodeTable
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
-from holdfast.model.order import WORKER, Move, Plan
-
-NODES_MAX = 100_000
-"""More is a mistake, and each of them would be ordered."""
+from holdfast.model.order import NODES_MAX, WORKER, Move, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,11 @@ class Change:
 
 
 def change_for(
-    plan: Plan, table: NodeTable, spec: JobSpec, world: Collection[NodeId]
+    plan: Plan,
+    table: NodeTable,
+    spec: JobSpec,
+    demand: Demand,
+    world: Collection[NodeId],
 ) -> Change | str:
     """What the plan comes to, or why it cannot be done."""
     refusal = _refusal(plan, table, spec)
@@ -42,9 +44,9 @@ def change_for(
     ranks = (table.wanted.ranks - removed) | set(plan.add)
     before = table.wanted.nodes
     target = before + len(ranks) - len(table.wanted.ranks) if plan.nodes is None else plan.nodes
-    # Ranks that used up their budgets count as nodes of the job: asking for them is a new try.
     if plan.nodes is not None:
-        ranks |= set(_lowest_free(ranks, target + spec.spare_nodes - len(ranks)))
+        places = target + spec.spare_nodes - _given_up_for_good(plan, table, spec)
+        ranks |= set(_lowest_free(ranks, places - len(ranks)))
         surplus = len(ranks) - target - spec.spare_nodes
         spared = ranks - set(plan.add)
         in_order = sorted(spared, key=lambda rank: _going_order(rank, table, spec, world))
@@ -52,12 +54,31 @@ def change_for(
         if critical := [rank for rank in dropped if spec.critical_limit(rank) is not None]:
             return f"{target} nodes would be less than the critical ones: rank {critical[0]} is one"
         ranks -= set(dropped)
-    if refusal := _too_few(target, table, spec):
+    for move in plan.migrate:
+        if table.nodes[move.node_id].node_rank not in ranks:
+            return f"node id {move.node_id} cannot be moved: by the same plan it has to go"
+    before_plan = of_ranks(table, spec, table.wanted.ranks)
+    refusal = _too_few(target, table, spec) or demand.refusal(
+        before_plan, of_ranks(table, spec, ranks, plan)
+    )
+    if refusal:
         return refusal
     want = tuple(sorted(ranks - table.wanted.ranks))
     drop = tuple(sorted(table.wanted.ranks - ranks))
     change = Change(nodes=target, want=want, drop=drop, move=plan.migrate)
     return replace(change, text=_text(plan, change, table) or change.text)
+
+
+def _given_up_for_good(plan: Plan, table: NodeTable, spec: JobSpec) -> int:
+    """How many ranks that were given up stay so; they count as nodes of the job.
+
+    Whoever asks for another size, or resumes the job, asks for them again. The present size, told
+    once more with some other change, is no new wish: they would only be lost again.
+    """
+    wanted = table.wanted
+    if plan.nodes not in (None, wanted.nodes) or (wanted.suspended and plan.suspend is False):
+        return 0
+    return max(0, wanted.nodes + spec.spare_nodes - len(wanted.ranks))
 
 
 def _refusal(plan: Plan, table: NodeTable, spec: JobSpec) -> str:
@@ -131,6 +152,8 @@ def _text(plan: Plan, change: Change, table: NodeTable) -> str:
         parts.append(f"node id {ids} goes when another has taken its place")
     if plan.suspend is not None and plan.suspend is not table.wanted.suspended:
         parts.append("the job is suspended" if plan.suspend else "the job is resumed")
+    if plan.limits is not None:
+        parts.append("the job has other limits from now on")
     if plan.memory_mib or plan.cpu_milli:
         parts.append("nodes are launched with other resources from now on")
     return "; ".join(parts)

@@ -20,6 +20,7 @@ from holdfast.core.job.dataset_state import DatasetState
 from holdfast.core.job.following import Following
 from holdfast.core.job.positions import position, summary
 from holdfast.core.job.registration import addition, difference, mistake
+from holdfast.core.job.roll_call import RollCall
 from holdfast.core.job.shard_state import ShardState
 from holdfast.core.job.shard_view import Rate, describe
 from holdfast.core.job.takers import Takers
@@ -38,7 +39,7 @@ class Shards:
     def __init__(self) -> None:
         self._state = ShardState()
         # Volatile: agents repeat what was not answered.
-        self._takers = Takers()
+        self._takers, self._roll_call = Takers(), RollCall()
         self._following = Following(self._state)
         self._rates: dict[str, Rate] = {}
         #: Lost nodes: what they may still ask comes too late.
@@ -53,7 +54,7 @@ class Shards:
     def handle(self, event: Event, now: float) -> Outcome:
         out = Outcome()
         match event:
-            case ev.DataRequested():
+            case ev.DataRequested() if not self._roll_call.holds(event):
                 answer = self._requested(out, event, now)
                 if answer is not None:
                     _reply(out, event, answer)
@@ -63,6 +64,10 @@ class Shards:
                 self._restored(out, event)
             case ev.WorldFormed():
                 self._new_round(out, event.world.round)
+                out.facts.extend(self._roll_call.end())
+            case ev.NodeReady():
+                self._takers.drop_node(event.member.node_id)
+                out.facts.extend(self._roll_call.came(event.member.node_id))
             case ev.NodeLost():
                 self._node_lost(out, event.node_id)
             case Tick():
@@ -78,10 +83,10 @@ class Shards:
                 return Outcome(facts=[ev.DatasetFollows(path) for path in self._state.followers])
             case ev.WorldFound():
                 self._round = event.world.round
+                self._roll_call.begin(event)
             case ev.RequestDropped():
                 self._takers.drop(event.session, event.seq)
-            case ev.NodeReady():
-                self._takers.drop_node(event.member.node_id)
+                self._roll_call.drop(event.session, event.seq)
             case ev.NodeAbsent():
                 self._takers.drop_node(event.node_id)
         return NOTHING
@@ -176,11 +181,8 @@ class Shards:
         if not news:
             return
         before = dataset.reported
-        record = rec.ShardsReported(dataset.dataset.name, news)
-        self._state.commit(out, record, (dataset,))
-        rate = self._rates.get(dataset.dataset.name)
-        if rate is None:
-            rate = self._rates[dataset.dataset.name] = Rate(now)
+        self._state.commit(out, rec.ShardsReported(dataset.dataset.name, news), (dataset,))
+        rate = self._rates.setdefault(dataset.dataset.name, Rate(now))
         rate.add(dataset.reported - before, now)
         self._serve(out, dataset)
 

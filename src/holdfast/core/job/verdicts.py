@@ -64,7 +64,7 @@ class Verdicts:
                 self._runs_since = now
             case ev.WorkSettled():
                 return self._end(ok=True, reason="every worker finished")
-            case ev.WorldImpossible():
+            case ev.WorldImpossible() | ev.JournalBehind():
                 return self._end(ok=False, reason=event.reason)
             case ev.StopRequested():
                 outcome = self._end(ok=False, reason=event.reason)

@@ -19,6 +19,8 @@ class WorldState:
         self.round = Round(0)
         self.world: World | None = None
         self.broken = ""
+        #: Whether nothing had failed when it broke: all its nodes had been told to go.
+        self.broken_by_plan = False
         self.done: set[NodeId] = set()
         self.why = ""
         self.planned = False
@@ -42,6 +44,11 @@ class WorldState:
     @property
     def is_healthy(self) -> bool:
         return self.world is not None and not self.broken
+
+    @property
+    def breaks(self) -> int:
+        """How many worlds have failed, with the present one if it has."""
+        return self.restarts + (bool(self.broken) and not self.broken_by_plan)
 
     def run_world(self, node_id: NodeId) -> m.RunWorld:
         """What a member is told. Of constant size, however many members there are."""
@@ -88,7 +95,7 @@ class WorldState:
                 self.restarts, self.unstopped = record.restarts, record.unstopped
                 self.done = set()
             case rec.RoundBroken():
-                self.broken = record.reason
+                self.broken, self.broken_by_plan = record.reason, record.by_plan
             case rec.NodeDone():
                 self.done.add(NodeId(record.node_id))
             case _:
@@ -98,7 +105,7 @@ class WorldState:
         if self.world is not None:
             yield rec.WorldAgreed(self.world, self.why, self.planned, self.restarts, self.unstopped)
             if self.broken:
-                yield rec.RoundBroken(self.round, self.broken)
+                yield rec.RoundBroken(self.round, self.broken, self.broken_by_plan)
             for node_id in sorted(self.done):
                 yield rec.NodeDone(node_id, self.round)
         yield rec.GenerationSet(self.generation)

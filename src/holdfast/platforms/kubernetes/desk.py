@@ -8,10 +8,11 @@ part of the status (`status.observed`), where the next master finds it.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.model.order import WORKER, Plan
+from holdfast.model.resources import Limits
 from holdfast.platforms.kubernetes import names
 from holdfast.platforms.kubernetes.api import Api
 from holdfast.platforms.kubernetes.kinds import ELASTICJOBS, SCALEPLANS
@@ -29,6 +30,9 @@ FLUSH_S = 20.0
 """How long a master that ends tries to say so. Its journal knows it too, and the next master that
 is started for the job says it again."""
 
+REFUSED = "refused"
+"""Under this name `status.observed` has the sizes that were asked for and refused."""
+
 
 @dataclass(slots=True)
 class _Asked:
@@ -43,10 +47,13 @@ class _Asked:
     """The spec with which the job began: that it has what it has is no news."""
     refusals: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    """Which of its fields have no effect."""
 
     def summary(self) -> str:
         """What became of it, in words."""
-        return "; ".join(self.refusals or self.texts) or "nothing had to change"
+        told = "; ".join(self.refusals or self.texts) or "nothing had to change"
+        return "; note: ".join((told, *self.notes))
 
 
 class KubernetesDesk:
@@ -131,7 +138,7 @@ class KubernetesDesk:
         if job.generation == self._generation:
             return []
         self._generation = job.generation
-        fatal = [str(problem) for problem in problems if problem.fatal]
+        fatal = [str(one) for one in problems if one.fatal and not one.at_start_only]
         if fatal:
             # The operator says so in a condition; the job goes on as it is.
             self._say(f"the changed spec is not followed: {'; '.join(fatal)}")
@@ -140,8 +147,13 @@ class KubernetesDesk:
             "generation": job.generation,
             "replicas": sizes(job),
             "suspend": job.suspend,
+            "limits": _set_fields(job.resource_limits),
         }
         plans = _difference(self._observed, observed)
+        if self._observed.get(REFUSED) == observed["replicas"]:
+            # Still so, unless it is asked again: then the answer decides.
+            is_asked_again = any(plan.limits is not None for plan in plans)
+            observed |= {} if is_asked_again else {REFUSED: observed["replicas"]}
         if not plans:
             self._observed = observed
             self._put_status()
@@ -169,6 +181,7 @@ class KubernetesDesk:
                 continue
             self._told.add(plan.uid)
             asked = _Asked({part.plan_id for part in plan.plans}, plan.name)
+            asked.notes = tuple(str(problem) for problem in problems if not problem.fatal)
             if not plan.plans:
                 fatal = [str(problem) for problem in problems if problem.fatal]
                 asked.refusals = fatal or ["it asks for nothing"]
@@ -205,7 +218,8 @@ class KubernetesDesk:
             self._put_answer(key, asked)
         else:
             # A refused change too: it is not asked again, and the Event says why.
-            self._observed = asked.observed
+            refused = {REFUSED: asked.observed["replicas"]} if asked.refusals else {}
+            self._observed = {**asked.observed, **refused}
             self._put_status()
 
     def _put_answer(self, key: str, asked: _Asked) -> None:
@@ -275,19 +289,31 @@ class KubernetesDesk:
             self._say(f"not everything could be written within {FLUSH_S:g} s")
 
 
+def _set_fields(limits: Limits) -> dict[str, int]:
+    """Only those that are set: a status has no null."""
+    every = asdict(limits)
+    return {name: most for name, most in every.items() if most is not None}
+
+
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Plan]:
     """From one spec to the next; everything if there was none before.
 
-    What goes for the whole job goes with the workers.
+    What goes for the whole job goes with the workers. Sizes that were refused are asked again when
+    the limits have changed.
     """
     spec_id = f"spec-{after['generation']}"
     old, new = before.get("replicas", {}), after["replicas"]
     suspend = after["suspend"] if before.get("suspend") != after["suspend"] else None
+    # A master begins with the limits of its day.
+    has_other_limits = before.get("limits", after["limits"]) != after["limits"]
+    is_new_try = has_other_limits and before.get(REFUSED) == new
     plans = []
-    nodes = new.get(WORKER) if old.get(WORKER) != new.get(WORKER) else None
+    if has_other_limits:
+        plans.append(Plan(plan_id=f"{spec_id}/limits", limits=Limits(**after["limits"])))
+    nodes = new.get(WORKER) if is_new_try or old.get(WORKER) != new.get(WORKER) else None
     if nodes is not None or suspend is not None:
         plans.append(Plan(plan_id=spec_id, nodes=nodes, suspend=suspend))
     for role in new:
-        if role != WORKER and role in old and old[role] != new[role]:
+        if role != WORKER and role in old and (is_new_try or old[role] != new[role]):
             plans.append(Plan(plan_id=f"{spec_id}/{role}", role=role, nodes=new[role]))
     return plans

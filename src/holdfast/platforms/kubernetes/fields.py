@@ -23,6 +23,8 @@ class Problem:
     text: str
     fatal: bool = True
     """False for a note: the manifest runs all the same."""
+    at_start_only: bool = False
+    """True for one that keeps a job from starting, and not one from going on that runs."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.text}"
@@ -43,9 +45,9 @@ class Fields:
 
     # ---- saying what is wrong --------------------------------------------------------------------
 
-    def problem(self, name: str, text: str) -> None:
+    def problem(self, name: str, text: str, *, at_start_only: bool = False) -> None:
         """The manifest cannot run like this."""
-        self._problems.append(Problem(self._at(name), text))
+        self._problems.append(Problem(self._at(name), text, at_start_only=at_start_only))
 
     def note(self, name: str, text: str) -> None:
         """The manifest runs, and its author should know this."""

@@ -14,14 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.model.order import WORKER
+from holdfast.model.resources import NO_LIMITS, NOTHING, Limits, Resources
 from holdfast.platforms.kubernetes import names, quantities
 from holdfast.platforms.kubernetes.fields import Fields, Problem, show, suggestion
-from holdfast.platforms.kubernetes.templates import (
-    NOTHING,
-    Resources,
-    read_resources,
-    read_template,
-)
+from holdfast.platforms.kubernetes.templates import read_limits, read_template
 
 PS, CHIEF, EVALUATOR = "ps", "chief", "evaluator"
 ROLES = (WORKER, PS, CHIEF, EVALUATOR)
@@ -47,11 +43,12 @@ class Strategy(enum.StrEnum):
 
 
 class OptimizeMode(enum.StrEnum):
-    """Who decides about resources."""
+    """Who may change what nodes ask for: people alone, the master, or a brain for all jobs."""
 
     MANUAL = "manual"
     SINGLE_JOB = "single-job"
     CLUSTER = "cluster"
+    """There is no brain yet: the master decides, and a note says so."""
 
 
 class PendingStrategy(enum.StrEnum):
@@ -85,8 +82,9 @@ class Role:
     restart_count: int = RESTARTS
     """How often a node of this role is launched again."""
     restart_timeout_s: int = 0
-    """How long a node that does not run is waited for; 0 for ever. Nobody looks at it yet."""
+    """How long a rank that does not run is waited for, however often it is relaunched; 0: ever."""
     auto_scale: bool = True
+    """Whether the master may change what these nodes ask for; see also `optimize_mode`."""
     priority: str = ""
     """"high", "low", "" for what the template says, or the part of the nodes that are high."""
     critical_nodes: str = ""
@@ -111,10 +109,10 @@ class ElasticJob:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     strategy: Strategy = Strategy.ALLREDUCE
-    optimize_mode: OptimizeMode = OptimizeMode.MANUAL
+    optimize_mode: OptimizeMode = OptimizeMode.SINGLE_JOB
     brain_service: str = ""
-    resource_limits: Resources = NOTHING
-    """Of all nodes together; 0 for no limit."""
+    resource_limits: Limits = NO_LIMITS
+    """Of all nodes together."""
     envs: tuple[Mapping[str, Any], ...] = ()
     """Environment variables for every node, in the form of a container's `env`."""
     suspend: bool = False
@@ -134,6 +132,10 @@ class ElasticJob:
     """Nodes by group (rack); empty for none."""
     gang: str = ""
     """Whose scheduler places all nodes at once or none, one of `GANGS`; empty for nobody's."""
+
+    def may_scale(self, role: Role) -> bool:
+        """Whether the master may change by itself what nodes of this role ask for."""
+        return role.auto_scale and self.optimize_mode is not OptimizeMode.MANUAL
 
 
 def read_job(obj: Mapping[str, Any]) -> tuple[ElasticJob, tuple[Problem, ...]]:
@@ -157,9 +159,9 @@ def read_job(obj: Mapping[str, Any]) -> tuple[ElasticJob, tuple[Problem, ...]]:
         annotations=annotations,
         labels=_texts(metadata, "labels"),
         strategy=spec.choice("distributionStrategy", _STRATEGIES, _usual_strategy(roles)),
-        optimize_mode=spec.choice("optimizeMode", _OPTIMIZE_MODES, OptimizeMode.MANUAL),
+        optimize_mode=spec.choice("optimizeMode", _OPTIMIZE_MODES, OptimizeMode.SINGLE_JOB),
         brain_service=spec.text("brainService"),
-        resource_limits=read_resources(spec.nested("resourceLimits")),
+        resource_limits=read_limits(spec.nested("resourceLimits")),
         envs=_read_envs(spec.nested("envs")),
         suspend=spec.flag("suspend", False),
         roles=_with_templates(roles),
@@ -177,6 +179,8 @@ def read_job(obj: Mapping[str, Any]) -> tuple[ElasticJob, tuple[Problem, ...]]:
     if job.groups and WORKER in roles and places != roles[WORKER].replicas:
         said = f"has places for {places} nodes, and there are {roles[WORKER].replicas} workers"
         annotation_fields.note("group_affinity", said)
+    if not any(problem.fatal for problem in problems):
+        _check_limits(job, spec)
     return job, tuple(problems)
 
 
@@ -245,8 +249,21 @@ def _read_master_as(role_fields: Fields, name: str) -> Role:
     role = _role(fields, template=template, resources=NOTHING)
     if role.replicas != 1:
         fields.problem("replicas", f"a job has one master, not {role.replicas}")
+    for unused, usual in _UNUSED_BY_MASTERS.items():
+        if fields.has(unused) and fields.raw(unused) not in usual:
+            fields.note(unused, "has no effect on the job's master")
     fields.rest()
     return role
+
+
+_UNUSED_BY_MASTERS: dict[str, tuple[object, ...]] = {
+    "restartTimeout": (0,),
+    "autoScale": (True,),
+    "criticalNodes": ("",),
+    "batchScheduler": ("", "default"),
+    "BatchScheduler": ("", "default"),
+}
+"""What says nothing about them, for each field: the API server puts defaults in."""
 
 
 def _role(fields: Fields, *, template: object, resources: Resources) -> Role:
@@ -265,8 +282,6 @@ def _role(fields: Fields, *, template: object, resources: Resources) -> Role:
         batch_scheduler=_read_batch_scheduler(fields),
         restart_policy=fields.choice("restartPolicy", _RESTART_POLICIES, ""),
     )
-    if role.restart_timeout_s:
-        fields.note("restartTimeout", "has no effect yet: the annotation pending_timeout has")
     if role.restart_policy not in ("", "Never"):
         fields.note(
             "restartPolicy",
@@ -361,16 +376,26 @@ def _check_sense(job: ElasticJob, spec: Fields, role_fields: Fields) -> None:
             f"{WORKER}.replicas", "a job needs at least 1 worker; to pause it set spec.suspend"
         )
     for name, role in job.roles.items():
+        if name != WORKER and role.critical_nodes not in ("", "all"):
+            role_fields.note(f"{name}.criticalNodes", f"has no effect: every {name} is critical")
+            continue
         beyond = [rank for rank in role.critical_ranks if rank >= role.replicas]
         if beyond:
             role_fields.note(
                 f"{name}.criticalNodes",
                 f"rank {beyond[0]} does not exist: there are {role.replicas} replicas",
             )
-    if job.optimize_mode is not OptimizeMode.MANUAL:
-        spec.note("optimizeMode", "nobody changes the resources of a running job by itself yet")
-    if job.brain_service and job.optimize_mode is not OptimizeMode.CLUSTER:
-        spec.note("brainService", "is asked only if optimizeMode is cluster")
+    if job.optimize_mode is OptimizeMode.CLUSTER:
+        spec.note("optimizeMode", "there is no brain to ask yet: cluster works as single-job does")
+    if job.brain_service:
+        spec.note("brainService", f"has no effect: {job.brain_service} is not asked by anybody yet")
+
+
+def _check_limits(job: ElasticJob, spec: Fields) -> None:
+    """The limits of a job that runs already are its master's affair."""
+    asked = sum((role.resources.times(role.replicas) for role in job.roles.values()), NOTHING)
+    if refusal := job.resource_limits.refusal(asked):
+        spec.problem("resourceLimits", refusal, at_start_only=True)
 
 
 # ---- the rest of the spec ------------------------------------------------------------------------

@@ -16,6 +16,7 @@ NEWS = {
     "MemoryRaised": False,
     "HostAvoided": True,
     "GroupMoved": True,
+    "RankGivenUp": True,
     "WorldFormed": False,
     "WorldBroken": True,
     "IncidentClosed": False,

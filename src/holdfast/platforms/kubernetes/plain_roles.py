@@ -38,8 +38,11 @@ def _role_spec(job: ElasticJob, name: str, nodes: int) -> RoleSpec:
         relaunches=relaunches(role.restart_count, of_the_program=False),
         ends_the_job=name in (WORKER, CHIEF),
         critical_others=role.restart_count,
+        restart_timeout_s=role.restart_timeout_s,
         node_memory_mib=role.resources.memory_mib,
-        memory_max_mib=job.resource_limits.memory_mib,
+        node_cpu_milli=role.resources.cpu_milli,
+        node_gpus=role.resources.gpus,
+        auto_scale=job.may_scale(role),
         priority=role.priority,
     )
     if name != WORKER or role.critical_nodes == "all":

@@ -12,10 +12,11 @@ from typing import Any
 
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.order import WORKER, Move, Plan
+from holdfast.model.resources import NOTHING, Resources
 from holdfast.platforms.kubernetes import names
 from holdfast.platforms.kubernetes.fields import Fields, Problem, show, suggestion
 from holdfast.platforms.kubernetes.manifest import ROLES
-from holdfast.platforms.kubernetes.templates import NOTHING, Resources, read_resources
+from holdfast.platforms.kubernetes.templates import others, read_resources
 
 OLD_JOB_LABEL = "elasticjob-name"
 SCALE_TYPE_LABEL = "scale-type"
@@ -52,7 +53,8 @@ def read_plan(obj: Mapping[str, Any]) -> tuple[ScalePlan, tuple[Problem, ...]]:
     changes = _read_changes(spec, job)
     if not problems and not changes:
         spec.problem("", "changes nothing")
-    spec.flag("manualScaling", True)
+    if not spec.flag("manualScaling", True):
+        spec.note("manualScaling", "has no effect: a plan that somebody writes is done")
     if spec.raw("psHosts"):
         spec.note("psHosts", "is not used: the master knows its parameter servers' addresses")
     spec.rest()
@@ -119,8 +121,9 @@ def _read_changes(spec: Fields, job: str) -> dict[str, _Change]:
             fields = roles.nested(role)
             if role not in ROLES:
                 roles.problem(role, f"there is no such role{suggestion(role, list(ROLES))}")
-            changes[role].nodes = fields.number("replicas", None)
-            changes[role].resources = _read_resources(fields)
+            changes[role].nodes = fields.number("replicas", changes[role].nodes)
+            resources = _read_resources(fields)
+            changes[role].resources = changes[role].resources if resources == NOTHING else resources
             fields.rest()
     for fields, _ in spec.items("createPods"):
         pod = _read_pod(fields, job)
@@ -129,12 +132,16 @@ def _read_changes(spec: Fields, job: str) -> dict[str, _Change]:
             fields.problem("rankIndex", "a new node needs its rank")
         else:
             changes[pod.role].add.append(NodeRank(rank))
+            if pod.node_id not in (None, rank):
+                fields.note("id", "is not used: nodes get ids of their own")
         if pod.resources != NOTHING:
             changes[pod.role].resources = pod.resources
             fields.note("resource", f"is from now on that of every new {pod.role}")
     for fields, written in spec.items("removePods"):
         pod = _named(fields, written, job) if isinstance(written, str) else _read_pod(fields, job)
         changes[pod.role].remove.append(_existing(fields, pod))
+        if pod.resources != NOTHING:
+            fields.note("resource", "is not used: the node goes")
     for fields, _ in spec.items("migratePods"):
         pod = _read_pod(fields, job)
         move = Move(
@@ -164,7 +171,8 @@ def _read_pod(fields: Fields, job: str) -> _Pod:
     node_id = fields.number("id", named.node_id if named else None)
     if named is not None and (role, node_id) != (named.role, named.node_id):
         fields.problem("name", f"{show(name)} is not the name of {role} {node_id}")
-    fields.raw("service")  # Addresses are the master's affair.
+    if fields.raw("service"):
+        fields.note("service", "is not used: the master knows the addresses of its nodes")
     pod = _Pod(role, node_id, fields.number("rankIndex", None), _read_resources(fields))
     fields.rest()
     return pod
@@ -184,11 +192,16 @@ def _named(fields: Fields, name: str, job: str) -> _Pod:
 def _existing(fields: Fields, pod: _Pod) -> NodeId:
     if pod.node_id is None:
         fields.problem("", "needs the id or the name of a pod")
+    if pod.rank is not None:
+        fields.note("rankIndex", "is not used: id or name say which node is meant")
     return NodeId(pod.node_id or 0)
 
 
 def _read_resources(fields: Fields) -> Resources:
-    resources = read_resources(fields.nested("resource"))
+    written = fields.nested("resource")
+    for name in others(written):
+        written.note(name, "has no effect: a node has what its template says")
+    resources = read_resources(written)
     if resources.gpus:
         fields.note("resource", "the number of GPUs of a node is what its template says")
     return replace(resources, gpus=0)

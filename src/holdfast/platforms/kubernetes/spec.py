@@ -26,8 +26,12 @@ def job_spec(job: ElasticJob, patience: JobSpec) -> JobSpec:
         max_nodes=max(worker.replicas, 1),
         suspended=job.suspend,
         node_memory_mib=worker.resources.memory_mib,
-        memory_max_mib=_memory_max_mib(job, worker),
+        node_cpu_milli=worker.resources.cpu_milli,
+        node_gpus=worker.resources.gpus,
+        limits=job.resource_limits,
+        auto_scale=job.may_scale(worker),
         node_relaunches=relaunches(worker.restart_count, of_the_program=True),
+        restart_timeout_s=worker.restart_timeout_s,
         roles=plain_roles(job),
         critical=critical,
         critical_others=critical_others,
@@ -43,14 +47,3 @@ def _critical(worker: Role) -> tuple[dict[int, int], int | None]:
     if worker.critical_nodes == ALL:
         return {}, worker.restart_count
     return dict(worker.critical_ranks), None
-
-
-def _memory_max_mib(job: ElasticJob, worker: Role) -> int:
-    """Up to here the memory of a node that ran out of it is raised; 0 for no limit.
-
-    The limit is for all nodes together. An equal part for each keeps it, whoever is raised.
-    """
-    limit = job.resource_limits.memory_mib
-    if limit == 0:
-        return 0
-    return max(limit // max(worker.replicas, 1), worker.resources.memory_mib)

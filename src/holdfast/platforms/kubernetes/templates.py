@@ -7,25 +7,13 @@ fields of a pod or a container are noted here.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from holdfast.model.resources import NOTHING, Limits, Resources
 from holdfast.platforms.kubernetes import quantities
 from holdfast.platforms.kubernetes.fields import Fields, show, suggestion
 
 MAIN = "main"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resources:
-    """Amounts; 0 where nothing was said."""
-
-    cpu_milli: int = 0
-    memory_mib: int = 0
-    gpus: int = 0
-
-
-NOTHING = Resources()
 
 
 def main_container(template: Mapping[str, Any]) -> int | None:
@@ -92,12 +80,11 @@ def _note_unknown(fields: Fields, known: tuple[str, ...]) -> None:
 
 def read_resources(fields: Fields) -> Resources:
     """Amounts under the names that Kubernetes and the prior art have for them."""
-    gpus = 0
-    for name in fields.names():
-        if name == "gpu" or "nvidia.com" in name or name.endswith("/gpu"):
-            gpus = _amount(fields, name, quantities.whole, "4")
-        elif "/" in name or name == "ephemeral-storage" or name.startswith("hugepages-"):
-            fields.raw(name)  # A device of some other kind: the pod's own affair.
+    gpus = sum(
+        _amount(fields, name, quantities.whole, "4") for name in fields.names() if is_gpu(name)
+    )
+    for name in others(fields):
+        fields.raw(name)  # The pod's own affair.
     memory_mib = _amount(fields, "memory", quantities.mib, "16Gi or 512Mi")
     memory = fields.raw("memory")
     if memory_mib == 1 and quantities.amount(f"{memory}Mi") is not None:
@@ -105,6 +92,34 @@ def read_resources(fields: Fields) -> Resources:
     cpu_milli = _amount(fields, "cpu", quantities.milli, "8 or 500m")
     fields.rest()
     return Resources(cpu_milli=cpu_milli, memory_mib=memory_mib, gpus=gpus)
+
+
+def read_limits(fields: Fields) -> Limits:
+    """The most of each; what is not said has no limit, and a 0 that is said is one."""
+    for name in others(fields):
+        fields.note(name, "has no effect: only cpu, memory and gpu have limits")
+    said = read_resources(fields)
+    has_gpus = any(is_gpu(name) and fields.has(name) for name in fields.names())
+    return Limits(
+        cpu_milli=said.cpu_milli if fields.has("cpu") else None,
+        memory_mib=said.memory_mib if fields.has("memory") else None,
+        gpus=said.gpus if has_gpus else None,
+    )
+
+
+def is_gpu(name: str) -> bool:
+    """Whether this resource is a GPU, of whatever vendor, or a part of one."""
+    return name == "gpu" or "nvidia.com" in name or name.endswith("/gpu")
+
+
+def others(fields: Fields) -> list[str]:
+    """Resources of other kinds than cpu, memory and GPUs, such as huge pages."""
+    return [
+        name
+        for name in fields.names()
+        if ("/" in name or name == "ephemeral-storage" or name.startswith("hugepages-"))
+        and not is_gpu(name)
+    ]
 
 
 def _amount(fields: Fields, name: str, unit: Callable[[object], int | None], like: str) -> int:

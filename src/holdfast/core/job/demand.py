@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all nodes of a job together ask for, and how much of its limits that leaves.
+
+Of every rank that shall have a node one counts: the newest, with what the rank is launched with
+from now on. A node that is about to go does not count, and no rank that was given up.
+"""
+
+from collections.abc import Callable, Collection
+
+from holdfast.core.job.node_table import NOBODY, NodeTable
+from holdfast.core.job.role_rules import resized
+from holdfast.core.job.role_table import Place, RoleTable
+from holdfast.model.ids import NodeId, NodeRank
+from holdfast.model.job import JobSpec
+from holdfast.model.order import WORKER, Move, Plan
+from holdfast.model.resources import NO_LIMITS, NOTHING, Limits, Resources
+
+NO_CHANGE = Plan(plan_id="")
+STAYS = Move(node_id=NOBODY)
+
+
+class Demand:
+    """The sum over those who ask, against the limits of the job.
+
+    The limits are volatile: each master begins with those of the job's description.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._askers: list[Callable[[], Resources]] = []
+
+    def count(self, asker: Callable[[], Resources]) -> None:
+        """Count what this one asks for, too."""
+        self._askers.append(asker)
+
+    def follow(self, plan: Plan) -> None:
+        """Go by the limits that a plan brings, if it does."""
+        if plan.limits is not None:
+            self.limits = plan.limits
+
+    def refusal(self, before: Resources, after: Resources) -> str:
+        """Why one of those who ask may not ask for `after` instead of `before`; empty if it may."""
+        if self.limits == NO_LIMITS:
+            return ""
+        total = self._total()
+        return self.limits.refusal(total.less(before) + after, total)
+
+    def memory_left_mib(self) -> int | None:
+        """How much more memory may be asked for; None: any amount."""
+        most = self.limits.memory_mib
+        return None if most is None else max(0, most - self._total().memory_mib)
+
+    def _total(self) -> Resources:
+        return sum((asker() for asker in self._askers), NOTHING)
+
+
+def described(spec: JobSpec) -> Resources:
+    """What a new job asks for, by its description."""
+    has_agents = WORKER not in spec.roles
+    total = spec.node.times(spec.max_nodes + spec.spare_nodes) if has_agents else NOTHING
+    return sum((role.node.times(role.nodes) for role in spec.roles.values()), total)
+
+
+def of_ranks(
+    table: NodeTable, spec: JobSpec, ranks: Collection[NodeRank], plan: Plan = NO_CHANGE
+) -> Resources:
+    """What the nodes of these ranks ask for, once the plan is done."""
+    moves = {move.node_id: move for move in plan.migrate}
+    # One walk that is cheap for nodes without amounts of their own: ten thousand may run out of
+    # memory one after the other. Nodes inherit what the one before them had: the newest decides.
+    own: dict[NodeRank, tuple[NodeId, int, int]] = {}
+    for node in table.nodes.values():
+        if node.memory_mib or node.cpu_milli or node.node_id in moves:
+            move = moves.get(node.node_id, STAYS)
+            memory_mib, cpu_milli = move.memory_mib, move.cpu_milli
+            asked = (node.node_id, memory_mib or node.memory_mib, cpu_milli or node.cpu_milli)
+            own[node.node_rank] = max(asked, own.get(node.node_rank, asked))
+    memory_mib = max(plan.memory_mib or table.wanted.memory_mib, spec.node_memory_mib)
+    cpu_milli = plan.cpu_milli or table.wanted.cpu_milli or spec.node_cpu_milli
+    usual = Resources(memory_mib=memory_mib, cpu_milli=cpu_milli, gpus=spec.node_gpus)
+    special = [asked for rank, asked in own.items() if rank in ranks]
+    return usual.times(len(ranks)) + Resources(
+        memory_mib=sum(max(mib - memory_mib, 0) for _, mib, _ in special),
+        cpu_milli=sum(milli - cpu_milli for _, _, milli in special if milli),
+    )
+
+
+def of_places(table: RoleTable, spec: JobSpec, plan: Plan = NO_CHANGE) -> Resources:
+    """What the nodes without agents ask for, once the plan is done."""
+    moves = {move.node_id: move for move in plan.migrate}
+    total = NOTHING
+    for place in _places(table, plan):
+        role, node = spec.roles[place[0]], table.newest_of(place)
+        memory_mib, cpu_milli = table.asked.get(place[0], (0, 0))
+        if place[0] == plan.role:
+            memory_mib, cpu_milli = plan.memory_mib or memory_mib, plan.cpu_milli or cpu_milli
+        if node is not None:
+            move = moves.get(node.node_id, STAYS)
+            memory_mib = max(memory_mib, move.memory_mib or node.planned.memory_mib)
+            cpu_milli = move.cpu_milli or max(cpu_milli, node.planned.cpu_milli)
+        total += Resources(
+            cpu_milli=cpu_milli or role.node_cpu_milli,
+            memory_mib=max(memory_mib, role.node_memory_mib),
+            gpus=role.node_gpus,
+        )
+    return total
+
+
+def over_limits(plan: Plan, table: RoleTable, spec: JobSpec, demand: Demand) -> str:
+    """Why a plan for nodes without agents asks for too much; empty if it does not."""
+    return demand.refusal(of_places(table, spec), of_places(table, spec, plan))
+
+
+def _places(table: RoleTable, plan: Plan) -> Collection[Place]:
+    """Who has a node or gets one, once the plan is done."""
+    places = table.wanted - {table.nodes[node_id].place for node_id in plan.remove}
+    new = {(plan.role, rank) for rank in plan.add}
+    if plan.nodes is not None:
+        of_role = sorted(place for place in places if place[0] == plan.role)
+        come, go = resized(of_role, table.given_up, plan.role, plan.nodes)
+        places, new = places - set(go), new | set(come)
+    at_work = {place for place in places if place not in table.given_up} | new
+    return {place for place in at_work if not table.has_ended_well(place)}

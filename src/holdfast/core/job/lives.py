@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which masters this journal had, and what each of them may have told: is the journal behind?
+
+Every answer of a master says how far its journal was. An agent keeps the last such number, with the
+name of the master who said it, and brings both when it attaches. If the journal has less of that
+master's life, then a disk has lost what it said it had synced: rounds, samples and numbers that are
+in use would be given a second time, and nobody else would ever notice.
+
+A number alone is not enough: the journal may have grown past it since, with another history.
+"""
+
+from collections.abc import Iterable
+
+from holdfast.core.kernel import Record
+from holdfast.protocol import messages as m
+
+
+class LifeBegan(Record, frozen=True):
+    """A master began to serve."""
+
+    life: str
+    after: int
+    """How many entries the journal had by then."""
+
+
+class Lives:
+    """The masters of a job, oldest first. Durable, as a part of the node table."""
+
+    def __init__(self) -> None:
+        #: Where each of them began. The first one gives the journal its name.
+        self._began: dict[str, int] = {}
+        #: Where those who are over ended, in this journal.
+        self._ended: dict[str, int] = {}
+        self.present = ""
+
+    @property
+    def journal(self) -> str:
+        """The name of the journal; empty before the first master has begun."""
+        return next(iter(self._began), "")
+
+    def missing(self, told: m.Told | None) -> str:
+        """What the journal should have and has not, in words; empty if it has everything."""
+        if told is None or told.journal != self.journal or told.life == self.present:
+            return ""
+        ends = self._ended.get(told.life, self._began[self.present])
+        if told.life in self._ended and told.position <= ends:
+            return ""
+        return f"was told position {told.position}, and the journal ends at {ends}"
+
+    def apply(self, record: LifeBegan) -> None:
+        if self.present:
+            self._ended[self.present] = record.after
+        self._began[record.life] = record.after
+        self.present = record.life
+
+    def snapshot(self) -> Iterable[Record]:
+        return (LifeBegan(life, after) for life, after in self._began.items())
