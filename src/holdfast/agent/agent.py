@@ -110,7 +110,8 @@ class Agent:
         self._old_port: ReservedPort | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._errands: set[asyncio.Task[None]] = set()
-        self._last_step_ago_s, self._last_step_read_at = -1.0, 0.0
+        #: When the last step of the round before finished here.
+        self._last_step_at: float | None = None
         self._leaves_by, self._unreported = 0.0, 0
         self._all_reported = asyncio.Event()
         self._end: asyncio.Future[AgentEnd] = self._loop.create_future()
@@ -228,8 +229,8 @@ class Agent:
 
     async def _start(self, run: m.RunWorld) -> None:
         if self._group is not None:
-            self._last_step_ago_s = self._group.last_step_ago_s()
-            self._last_step_read_at = self._loop.time()
+            ago_s = self._group.last_step_ago_s()
+            self._last_step_at = None if ago_s < 0 else self._loop.time() - ago_s
             self._group.close()
         self._vault.begin_round(run.round, run.group_rank)
         # The old port stays ours until the next round: its store may still be in use.
@@ -237,24 +238,13 @@ class Agent:
             self._old_port.close()
         self._old_port, self._port = self._port, self._reserve_port()
         self._warmth.round_begins(run)
-        group = self._group = Group(
-            self._settings.program,
-            run,
-            self._processes,
-            self._monotonic,
-            self._vault.newest_of,
-        )
+        program, memory_of = self._settings.program, self._vault.newest_of
+        group = self._group = Group(program, run, self._processes, self._monotonic, memory_of)
         began = self._loop.time()
         started, how, problem = await group.start()
         took_s = self._loop.time() - began
         self.feed(ev.StartFinished(run.round, started, how, took_s, problem))
         self._pulse.workers_started()
-
-    def _since_last_step(self) -> float:
-        """How long ago the last step of the round before finished here; -1 if none did."""
-        if self._last_step_ago_s < 0:
-            return -1.0
-        return self._last_step_ago_s + self._loop.time() - self._last_step_read_at
 
     def _worker_exited(self, exit: WorkerExit) -> None:
         message, trace, last_step_ago_s = "", "", -1.0
@@ -325,9 +315,9 @@ class Agent:
 
     def _report(self, body: m.WorkersStarted | m.WorkersFailed | m.WorkersDone | m.Leave) -> None:
         if isinstance(body, m.WorkersStarted):
-            body = replace(
-                body, store_port=self._port.number, last_step_ago_s=self._since_last_step()
-            )
+            at = self._last_step_at
+            ago_s = -1.0 if at is None else self._loop.time() - at
+            body = replace(body, store_port=self._port.number, last_step_ago_s=ago_s)
         self._unreported += 1
         self._all_reported.clear()
 

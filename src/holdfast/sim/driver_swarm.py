@@ -8,7 +8,8 @@ What it finds lands in tests/sim/found_drivers.
 
 import sys
 
-from holdfast.sim.drivers import run, scenario_of
+from holdfast.sim.driver_scenario import scenario_of
+from holdfast.sim.drivers import run
 from holdfast.sim.scenario import Scenario
 from holdfast.sim.swarm import main, or_error
 

@@ -2,12 +2,13 @@
 """Driver mode: the real master and the real agents, as asyncio programs, in virtual time.
 
 Core mode (sim/run.py) models the drivers; this runs them: the loop around the core, the service,
-links with their handshake and frames, the agent with its stream, relay, beats and worker groups.
-Modelled are the bytes' way (sim/wires.py), the journal, the platform and the workers.
+links with their handshake and frames, the agent with its stream, relay, beats, worker groups and
+vault. Modelled are the bytes' way (sim/wires.py), the journal, the platform, people and workers.
 """
 
 import asyncio
 import secrets
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,84 +16,30 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from msgspec.structs import replace
-
-from holdfast.agent.agent import Agent, AgentPorts, AgentSettings
-from holdfast.agent.group import Program
-from holdfast.agent.processes import RunMode
-from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.admission import rules_of
 from holdfast.core.job.records import decode_record
-from holdfast.core.node.environment import Launch
-from holdfast.master.process import Engine, build_engine, replayed, watch_platform
-from holdfast.model.errors import HoldfastError
 from holdfast.model.ids import NodeId, NodeRank
+from holdfast.model.order import Plan
 from holdfast.ports.journal import Entry
-from holdfast.runtime.transport import listen
+from holdfast.runtime.settings import memory_dir
 from holdfast.sim import platform as model
 from holdfast.sim.checkers import Checkers, Violation
+from holdfast.sim.desk import Desk
+from holdfast.sim.driver_master import Master
+from holdfast.sim.driver_node import MASTER, Node
 from holdfast.sim.history import History
-from holdfast.sim.loop import Process, VirtualLoop
+from holdfast.sim.keeping import SharedStorage
+from holdfast.sim.loop import VirtualLoop, current_process
 from holdfast.sim.network import DOWN, UP, Network
-from holdfast.sim.ports import Disk, PlatformPort, UnheldPort
-from holdfast.sim.program import Job, ModelledProcesses, ModelledWorker
-from holdfast.sim.scenario import Fault, Scenario
+from holdfast.sim.ports import Disk
+from holdfast.sim.scenario import LURK_S, Ask, Fault, Scenario
+from holdfast.sim.script import Job
 from holdfast.sim.wires import Wires
-
-JOB = "simulated"
-MASTER = ("master", 1)
-WALL_S = 1_700_000_000.0
-"""The wall clock when a simulation begins."""
-
-GRACE_S = 2.0
-FIRST_CONTACT_S = 600.0
 
 PATIENCE_S = 1500.0
 """How long after the last fault the job must have come to its end."""
 
 _WAYS = {"partition": (UP, DOWN), "partition_up": (UP,), "partition_down": (DOWN,)}
-
-FAULTS = (
-    *("kill_worker", "crash_worker", "stop_worker"),
-    *("kill_agent", "lose_node", "preempt_node"),
-    *("break_stream", "slow_link", "partition", "partition_up", "partition_down", "cut_rack"),
-    *("kill_master", "slow_disk", "full_disk", "fail_launch", "slow_launches"),
-    # What the drivers are there for goes wrong more often.
-    *("kill_master", "break_stream", "half_open"),
-)
-"""What goes wrong: as in core mode, but there are no checkpoints here."""
-
-_AT_MOST = {"crash_worker": 3, "fail_launch": 2, "lose_node": 3}
-"""Within what is forgiven, so that every job must come to its end."""
-
-
-def scenario_of(seed: int) -> Scenario:
-    """The scenario of a seed: a job of two to four nodes, and a few kinds of trouble."""
-    rng = Random(f"drivers {seed}")
-    nodes, steps, step_s = rng.randint(2, 4), rng.randint(15, 30), rng.choice((0.3, 1.0))
-    kinds = rng.sample(FAULTS, rng.randint(2, 5))
-    faults: list[Fault] = []
-    for _ in range(rng.randint(2, 8)):
-        kind = rng.choice(kinds)
-        at = rng.uniform(0.0, 5.0 + steps * step_s)
-        if faults and rng.random() < 0.5:
-            at = faults[-1].at + rng.choice((0.02, 0.5, 8.0)) * rng.random()
-        lasting = rng.choice((0.1, 1.0, 5.0, 10.0, 30.0)) * rng.uniform(0.5, 1.5)
-        if sum(fault.kind == kind for fault in faults) < _AT_MOST.get(kind, 8):
-            faults.append(Fault(round(at, 3), kind, rng.randrange(16), round(lasting, 3)))
-    return Scenario(
-        seed=seed,
-        nodes=nodes,
-        min_nodes=rng.randint(1, nodes),
-        spares=rng.choice((0, 0, 1)),
-        nproc=rng.choice((1, 1, 2)),
-        managed=rng.random() < 0.5,
-        steps=steps,
-        step_s=step_s,
-        lease_s=rng.choice((8.0, 20.0)),
-        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,143 +52,13 @@ class Result:
     """A hash over everything that happened."""
     seconds: float
     rounds: int
+    commits: int
+    restores: int
+    plans: int
+    """Plans that were carried out."""
     counted: int
     """Requests of workers that went to the master and back."""
     lines: list[str]
-
-
-class _Node:
-    """A machine with a real agent."""
-
-    def __init__(self, drivers: "Drivers", place: str, number: int, node_id: int, rank: int):
-        """`number` tells the agent processes of a place apart."""
-        self.place = place
-        self.process = Process(place)
-        self._drivers = drivers
-        self._number = number
-        self._rng = Random(f"{drivers.scenario.seed} {place} {number}")
-        self._processes: ModelledProcesses | None = None
-        self._settings = drivers.agent_settings(place, number, node_id, rank)
-        self.agent: Agent | None = None
-        self.process.run(drivers.loop.create_task, self._live())
-
-    async def _live(self) -> None:
-        ports = AgentPorts(
-            make_processes=self._make_processes,
-            reserve_port=UnheldPort,
-            monotonic=self._drivers.loop.time,
-            uniform=self._rng.uniform,
-        )
-        self.agent = Agent(self._settings, self._say, ports)
-        try:
-            code = (await self.agent.run()).exit_code
-        except HoldfastError as exc:
-            self._say(f"fails: {exc}")
-            code = 1
-        self._drivers.clock.after(0.0, partial(self.end, code, is_told=True))
-
-    def _make_processes(self, **callbacks: object) -> ModelledProcesses:
-        self._processes = ModelledProcesses(
-            job=self._drivers.job,
-            place=self.place,
-            number=self._number,
-            rng=self._rng,
-            **callbacks,  # type: ignore[arg-type]
-        )
-        return self._processes
-
-    def _say(self, text: str) -> None:
-        if self.process.is_alive:
-            self._drivers.history.note(f"{self.place} {text}")
-
-    def _workers(self) -> tuple[ModelledWorker, ...]:
-        return () if self._processes is None else self._processes.workers
-
-    def hurt_worker(self, fault: Fault) -> None:
-        """Something happens to the first worker, if there is one."""
-        for worker in self._workers()[:1]:
-            self.process.run(partial(worker.hurt, fault.kind, fault.seconds))
-
-    def terminate(self) -> None:
-        """SIGTERM."""
-        self.process.run(self._shut_down)
-
-    def _shut_down(self) -> None:
-        if self.agent is not None:
-            self.agent.shut_down("it was told to go", 143)
-
-    def kill(self) -> None:
-        """SIGKILL: its workers go with it."""
-        self.end(-9, is_told=True)
-
-    def end(self, code: int, *, is_told: bool) -> None:
-        """Its process is over; `is_told`: its machine is there to say so."""
-        if self.process.is_alive:
-            self._drivers.history.note(f"{self.place} ends with {code}")
-            self.process.end()
-            self._drivers.wires.process_ended(self.process, is_told=is_told)
-            for worker in self._workers():
-                worker.cease()
-            self._drivers.node_ended(self, code, is_seen=is_told)
-
-
-class _Master:
-    """One life of the real master, wired as master/process.py does it."""
-
-    def __init__(self, drivers: "Drivers", disk: Disk, number: int) -> None:
-        self.process = Process(MASTER[0])
-        self.engine: Engine | None = None
-        self._drivers = drivers
-        self._disk = disk
-        self._number = number
-        self.process.run(drivers.loop.create_task, self._live())
-
-    async def _live(self) -> None:
-        drivers = self._drivers
-        engine = self.engine = build_engine(
-            JOB,
-            drivers.scenario.spec(),
-            self._disk,
-            self._say,
-            monotonic=drivers.loop.time,
-            wall=lambda: WALL_S + drivers.loop.time(),
-        )
-        await listen("{}:{}".format(*MASTER), engine.service, drivers.job.token)
-        if drivers.scenario.managed:
-            platform = PlatformPort(drivers.platform)
-            engine.service.use_platform(platform)
-            drivers.loop.create_task(watch_platform(platform, engine.driver))
-        engine.driver.feed(ev.MasterStarted(nonce=f"m{self._number}"))
-        ends = (engine.service.finished, engine.fatal)
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        await engine.driver.drain()
-        if engine.service.finished.done():
-            drivers.over.set()
-        else:
-            self._say(f"stops: {engine.fatal.exception()}")
-            drivers.clock.after(0.0, partial(drivers.kill_master, drivers.rng.uniform(1.0, 5.0)))
-
-    def _say(self, text: str) -> None:
-        if self.process.is_alive:
-            self._drivers.history.note(f"master {text}")
-
-    async def come_to_rest(self) -> None:
-        """Wait until everything is on the disk, where it must be as it is in memory."""
-        if self.engine is None:
-            return
-        await self.engine.driver.drain()
-        if self.process.is_alive and not self.engine.fatal.done():
-            entries = self._disk.load()
-            again = replayed(JOB, self._drivers.scenario.spec(), entries)
-            self._drivers.checkers.replay_is_exact(self.engine.core, again)
-
-    def kill(self) -> Disk:
-        """It dies between any two callbacks; what the next one finds is returned."""
-        self.process.end()
-        if self.engine is not None:
-            self.engine.driver.stop()
-        self._drivers.wires.process_ended(self.process, is_told=True)
-        return self._disk.taken_over()
 
 
 class _Watchful(Checkers):
@@ -253,20 +70,13 @@ class _Watchful(Checkers):
         self.problem = self.problem or what
         super().fail(what)
 
-    def check_end_of_job(self) -> None:
-        """It must have come to a good end: no seed has more failures than are forgiven."""
-        if self.end is None:
-            self.fail("the job does not come to its end")
-        elif not self.end.ok:
-            self.fail(f"the job failed: {self.end.reason}")
-
 
 class Drivers:
     """A scenario on its way."""
 
     def __init__(self, scenario: Scenario, folder: Path) -> None:
         self.scenario = scenario
-        self._folder = folder
+        self.folder = folder
         self.rng = Random(f"{scenario.seed} drivers")
         self.loop = VirtualLoop(self._work_s)
         self.clock = self.loop.clock
@@ -277,22 +87,25 @@ class Drivers:
         self.loop.streams = self.wires
         self.platform = model.Platform(self.clock, Random(f"{scenario.seed} platform"))
         self.platform.use(self._start_ordered)
-        self.job = Job(scenario, self.checkers, secrets.token_hex(16).encode())
+        self.desk = Desk(self.clock, Random(f"{scenario.seed} desk"))
+        self.job = Job(scenario, self.checkers, secrets.token_hex(16).encode(), self.say)
+        self.storage = SharedStorage(folder / "storage", self.checkers, self._is_storage_broken)
         self.over = asyncio.Event()
-        self._slow_until = self._full_until = 0.0
-        #: Faults that wait for the next write of the journal.
+        self._slow_until = self._full_until = self._broken_until = 0.0
+        #: Faults that wait for the next write of the journal, or for their moment.
         self._lurking: list[Fault] = []
-        self._master: _Master | None = None
+        self.checkers.at_moment = self._moment
+        self._master: Master | None = None
         self._masters = 0
         #: The living nodes, by machine.
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, Node] = {}
         self._started = 0
 
     def run(self) -> Result:
         problem = ""
         try:
             self.loop.run(self._main())
-            self.checkers.check_end_of_job()
+            self.checkers.check_end(self.storage.newest(), self.storage.refused)
         except (Violation, RuntimeError) as exc:
             problem = str(exc)
         return Result(
@@ -300,6 +113,9 @@ class Drivers:
             self.history.digest(),
             self.clock.now,
             self.checkers.rounds,
+            self.checkers.commits,
+            self.checkers.restores,
+            self.checkers.plans.done,
             self.job.counted,
             self.history.lines,
         )
@@ -311,17 +127,40 @@ class Drivers:
                 self.clock.after(self.rng.uniform(0.0, 3.0), partial(self._start_own, number))
         for fault in self.scenario.faults:
             self.clock.at(fault.at, partial(self._lurk, fault))
+        for number, ask in enumerate(self.scenario.asks, start=1):
+            self.clock.at(ask.at, partial(self._ask, f"plan {number}", ask))
         until = self.scenario.quiet_at() + PATIENCE_S
         try:
             async with asyncio.timeout_at(until):
                 await self.over.wait()
         except TimeoutError:
             self.history.note("nobody waits any longer")
+        for node in self._nodes.values():
+            node.cease(is_told=True)
+
+    def say(self, text: str) -> None:
+        """Note it, without what is another folder in every run."""
+        self.history.note(text.replace(str(self.folder), ""))
+
+    def open_storage(self, _directory: str) -> SharedStorage:
+        return self.storage
+
+    def memory_of(self, place: str) -> Path:
+        """The shared memory of a machine."""
+        folder = self.folder / "memory" / place
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def _work_s(self) -> float:
-        """How long the disk takes."""
+        """How long work in a thread takes: the master's disk, or what an agent does with bytes."""
+        process = current_process()
+        if process is not None and process.place != MASTER[0]:
+            return self.rng.choice((0.002, 0.02, 0.3)) * self.rng.random()
         is_slow = self.clock.now < self._slow_until
         return self.rng.uniform(0.5, 2.0) if is_slow else self.rng.expovariate(500)
+
+    def _is_storage_broken(self) -> bool:
+        return self.clock.now < self._broken_until
 
     def _is_disk_full(self) -> bool:
         return self.clock.now < self._full_until
@@ -334,16 +173,14 @@ class Drivers:
             if isinstance(record, rec.WorldAgreed):
                 self.job.agreed.add(record.world.round)
         self.checkers.durable(records, ())
-        lurking, self._lurking = self._lurking, []
-        for fault in lurking:
-            self.clock.after(0.0, partial(self._break, fault))
+        self._moment("")
 
     # ---- who starts what ------------------------------------------------------------------------
 
     def _start_master(self, disk: Disk) -> None:
         self._masters += 1
         self.history.note(f"master {self._masters} starts")
-        self._master = _Master(self, disk, self._masters)
+        self._master = Master(self, disk, self._masters)
 
     def kill_master(self, seconds: float) -> None:
         """The master dies; another one starts after a while."""
@@ -359,24 +196,25 @@ class Drivers:
             if self._master is master:
                 self.kill_master(seconds)
 
-    def _start_ordered(self, node_id: NodeId, node_rank: NodeRank) -> _Node:
-        return self._start(f"pod{node_id}", node_id, -1)
+    def _start_ordered(self, node_id: NodeId, node_rank: NodeRank) -> Node:
+        return self._start(f"pod{node_id}", node_id)
 
     def _start_own(self, number: int) -> None:
         """A machine of a job that nobody manages: its owner starts an agent."""
         if not self.over.is_set() and f"host{number}" not in self._nodes:
-            self._start(f"host{number}", -1, -1)
+            self._start(f"host{number}", -1)
 
-    def _start(self, place: str, node_id: int, rank: int) -> _Node:
+    def _start(self, place: str, node_id: int) -> Node:
         self._started += 1
-        node = self._nodes[place] = _Node(self, place, self._started, node_id, rank)
+        node = Node(self, place, self._started, node_id, self._node_ended)
+        self._nodes[place] = node
         return node
 
-    def node_ended(self, node: _Node, code: int, *, is_seen: bool) -> None:
+    def _node_ended(self, node: Node, code: int, is_seen: bool) -> None:
         """A node's process is over; in a job that nobody manages its owner starts it again."""
         del self._nodes[node.place]
         if self.scenario.managed:
-            node_id = NodeId(int(node.place.removeprefix("pod")))
+            node_id = _node_id(node)
             if is_seen:
                 self.platform.agent_ended(node_id, code)
             else:
@@ -385,51 +223,39 @@ class Drivers:
             number = int(node.place.removeprefix("host"))
             self.clock.after(self.rng.uniform(1.0, 8.0), partial(self._start_own, number))
 
-    def agent_settings(self, place: str, number: int, node_id: int, rank: int) -> AgentSettings:
-        """What an agent is told when it starts."""
-        folder = self._folder / f"{place}-{number}"
-        rules = rules_of(self.scenario.spec())
-        launch = Launch(
-            nproc=self.scenario.nproc,
-            role="default",
-            run_id=JOB,
-            max_restarts=self.scenario.max_restarts,
-            socket=f"{place}:1",
-            token_file="",
-            signals_to_handle="",
-        )
-        program = Program(
-            argv=("train.py",),
-            mode=RunMode.SCRIPT,
-            launch=launch,
-            env={},
-            log_dir=folder,
-            console=lambda local_rank, is_error: None,
-        )
-        return AgentSettings(
-            master="{}:{}".format(*MASTER),
-            token=self.job.token,
-            tls=None,
-            rules=replace(rules, max_restarts=self.scenario.max_restarts),
-            program=program,
-            host="",
-            node_rank=rank,
-            node_id=node_id,
-            topology="",
-            runtime_dir=folder,
-            grace_s=GRACE_S,
-            spares=False,
-            excluded_roots=(),
-            first_contact_s=FIRST_CONTACT_S,
-        )
+    def _ask(self, plan_id: str, ask: Ask) -> None:
+        """Somebody makes a plan."""
+        remove: tuple[NodeId, ...] = ()
+        if ask.remove is not None and self._nodes:
+            node_ids = sorted(map(_node_id, self._nodes.values()))
+            remove = (node_ids[ask.remove % len(node_ids)],)
+        plan = Plan(plan_id=plan_id, nodes=ask.nodes, suspend=ask.suspend, remove=remove)
+        self.history.note(f"ASKED {plan}")
+        self.checkers.plans.asked(plan)
+        self.desk.ask(plan)
 
     # ---- what goes wrong ------------------------------------------------------------------------
 
     def _lurk(self, fault: Fault) -> None:
-        """Half of what can hurt the most comes when something was written and nobody knows yet."""
-        if fault.kind in ("kill_master", "break_stream") and fault.target % 4 < 2:
+        """What has a moment waits for it, for a while. Half of the rest that can hurt the most
+        comes when something was written and nobody knows yet."""
+        if fault.when:
+            self._lurking.append(fault)
+            self.clock.after(LURK_S, partial(self._spring, fault))
+        elif fault.kind in ("kill_master", "break_stream") and fault.target % 4 < 2:
             self._lurking.append(fault)
         else:
+            self._break(fault)
+
+    def _moment(self, moment: str) -> None:
+        """What follows from this is under way now; the empty one: a write of the journal."""
+        for fault in [one for one in self._lurking if one.when == moment]:
+            pause_s = self.rng.choice((0.0, 0.01, 0.1)) * self.rng.random() if moment else 0.0
+            self.clock.after(pause_s, partial(self._spring, fault))
+
+    def _spring(self, fault: Fault) -> None:
+        if fault in self._lurking:
+            self._lurking.remove(fault)
             self._break(fault)
 
     def _break(self, fault: Fault) -> None:
@@ -444,6 +270,8 @@ class Drivers:
                 self._slow_until = now + seconds
             case "full_disk":
                 self._full_until = now + seconds
+            case "break_storage":
+                self._broken_until = now + seconds
             case "fail_launch":
                 self.platform.launches_to_fail += 1
             case "slow_launches":
@@ -455,7 +283,7 @@ class Drivers:
                 nodes = [self._nodes[place] for place in sorted(self._nodes)]
                 self._break_node(nodes[fault.target % len(nodes)], fault)
 
-    def _break_node(self, node: _Node, fault: Fault) -> None:
+    def _break_node(self, node: Node, fault: Fault) -> None:
         match fault.kind:
             case "kill_worker" | "crash_worker" | "stop_worker":
                 node.hurt_worker(fault)
@@ -463,6 +291,11 @@ class Drivers:
                 node.kill()
             case "lose_node":
                 node.end(-9, is_told=False)
+                shutil.rmtree(self.memory_of(node.place))
+            case "rot_memory":
+                version = node.rot()
+                if version is not None:
+                    self.checkers.copies.rotted(version)
             case "preempt_node":
                 node.terminate()
                 self.clock.after(model.GRACE_S, node.kill)
@@ -478,5 +311,10 @@ class Drivers:
 
 def run(scenario: Scenario) -> Result:
     """Play a scenario once, with the real drivers."""
-    with tempfile.TemporaryDirectory(prefix="holdfast-sim-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hf-sim-", dir=memory_dir()) as folder:
         return Drivers(scenario, Path(folder)).run()
+
+
+def _node_id(node: Node) -> NodeId:
+    """Of a node that the platform has started."""
+    return NodeId(int(node.place.removeprefix("pod")))

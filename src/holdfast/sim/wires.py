@@ -103,7 +103,9 @@ class Wire:
 
     def carry(self, way: str, data: bytes) -> None:
         """Bring bytes to the other end, sometimes in two pieces."""
-        cut = self._rng.randrange(len(data)) if self._rng.random() < 0.1 else 0
+        # A fraction: how much chance is used up does not depend on how long the data are, which may
+        # have names of folders in them.
+        cut = int(self._rng.random() * len(data)) if self._rng.random() < 0.1 else 0
         for piece in (data[:cut], data[cut:]):
             if piece:
                 self._pipes[way].carry(partial(self._receivers[way].receive, piece))

@@ -17,6 +17,7 @@ from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.maps import SlotMaps
 from holdfast.checkpoint.memory import low_priority
 from holdfast.checkpoint.peers import PeerClient
+from holdfast.checkpoint.storage_port import Storage
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
@@ -40,11 +41,14 @@ class Means:
     def __init__(
         self,
         make_arena: Callable[[], Arena],
+        open_storage: Callable[[str], Storage],
         upstream: Upstream,
         say: Say,
         peer: Callable[[str], PeerClient],
     ) -> None:
         self.say = say
+        self.open_storage = open_storage
+        """The storage of a directory; may take a while."""
         self.peer = peer
         """The byte service of another agent, by its address."""
         self.node_id = -1

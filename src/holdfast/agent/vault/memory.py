@@ -159,7 +159,7 @@ class Memory:
     async def verify(self, path: Path, version: Version, expected: int = -1) -> str:
         """Compare a slot with the digests that are known; what is wrong, or nothing."""
         if self._verified.get(path) != version:
-            problem = await self._means.urgently(_compare_slot, self._means.maps, path, version)
+            problem = await self._means.urgently(compare_slot, self._means.maps, path, version)
             if problem:
                 return problem
             self._verified[path] = version
@@ -216,7 +216,7 @@ def _data_digest(slot: Slot, meta: SlotMeta) -> int:
         return digest_of(data)
 
 
-def _compare_slot(maps: SlotMaps, path: Path, version: Version) -> str:
+def compare_slot(maps: SlotMaps, path: Path, version: Version) -> str:
     """What is wrong with a slot; nothing if it is as its digest says, or if it has none yet."""
     with maps.reading(path) as slot:
         meta = slot.read()

@@ -130,7 +130,7 @@ class Persister:
         files: tuple[FileEntry, ...] = ()
         problem = ""
         try:
-            files = await self._depot.write_parts(attempt, self._paths(version, parts))
+            files = await self._depot.write_parts(attempt, version, self._paths(version, parts))
         except (HoldfastError, OSError) as exc:
             problem = str(exc) or type(exc).__name__
         report = c.PartsPersisted(

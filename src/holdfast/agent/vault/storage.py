@@ -6,15 +6,16 @@ import threading
 from pathlib import Path
 
 from holdfast.agent.vault.means import Means
+from holdfast.agent.vault.memory import compare_slot
 from holdfast.checkpoint.commit import commit
 from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
 from holdfast.checkpoint.persist import load_part, part_length, write_part
 from holdfast.checkpoint.places import abandon, clean_leftovers
 from holdfast.checkpoint.retention import apply_retention, remove_steps
 from holdfast.checkpoint.slots import Slot
-from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage_port import Storage
 from holdfast.model.checkpoint import FileEntry, Series, Stored, Version
+from holdfast.model.errors import StateError
 from holdfast.protocol import checkpoints as c
 
 
@@ -36,7 +37,8 @@ class Depot:
         # In a thread: the first use of a remote storage imports its library and connects.
         async with self._opening:
             if self._storage is None:
-                self._storage = await self._means.urgently(open_storage, self.series.directory)
+                opening = self._means.urgently(self._means.open_storage, self.series.directory)
+                self._storage = await opening
             return self._storage
 
     async def stored(self) -> tuple[Stored, ...]:
@@ -67,7 +69,9 @@ class Depot:
         """How much room a part needs in a slot."""
         return part_length(committed, part)
 
-    async def write_parts(self, attempt: str, paths: dict[str, Path]) -> tuple[FileEntry, ...]:
+    async def write_parts(
+        self, attempt: str, version: Version, paths: dict[str, Path]
+    ) -> tuple[FileEntry, ...]:
         """Write the slots of these parts to the place of the attempt, durably."""
         storage, series, tally = await self._open(), self.series, self._means.tally
         loop = asyncio.get_running_loop()
@@ -82,7 +86,14 @@ class Depot:
         written: list[FileEntry] = []
         for path in paths.values():
             began = loop.time()
-            entries = await self._means.quietly(write, path)
+            # The manifest will vouch for the bytes that are read now: they must be those that were
+            # saved.
+            entries, problem = await asyncio.gather(
+                self._means.quietly(write, path),
+                self._means.quietly(compare_slot, self._means.maps, path, version),
+            )
+            if problem:
+                raise StateError(problem)
             tally.written(loop.time() - began)
             written += entries
         return tuple(written)

@@ -9,6 +9,7 @@ master decides; the vault asks it and carries it out.
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Callable
 
 from holdfast.agent.relay import Upstream
 from holdfast.agent.vault.means import Means
@@ -18,6 +19,8 @@ from holdfast.agent.vault.shelf import Shelf
 from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.peer_server import PeerServer
 from holdfast.checkpoint.peers import PeerClient
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.storage_port import Storage
 from holdfast.model.checkpoint import Series
 from holdfast.model.errors import (
     FencedError,
@@ -41,6 +44,12 @@ SETTLE_S = 600.0
 """How long a node that is done waits for what is on its way to storage."""
 
 
+def _arena_of(token: bytes) -> Arena:
+    """The memory of one agent of the job that has this token."""
+    job = hashlib.sha256(token).hexdigest()[:16]
+    return Arena(memory_dir(), f"job-{job}", secrets.token_hex(8))
+
+
 class Vault:
     """The checkpoints of one node."""
 
@@ -53,13 +62,16 @@ class Vault:
         *,
         has_tls: bool = False,
         host: str = "",
+        make_arena: Callable[[bytes], Arena] = _arena_of,
+        open_storage: Callable[[str], Storage] = open_storage,
     ) -> None:
         """`has_tls`: no agent talks to another without it.
 
         Others reach this one at `host`; empty: there are no others.
         """
         self._means = Means(
-            lambda: _arena_of(token),
+            lambda: make_arena(token),
+            open_storage,
             upstream,
             say,
             peer=lambda address: _client(address, token, has_tls=has_tls),
@@ -138,7 +150,7 @@ class Vault:
 
     async def _answer(self, body: c.VaultCall) -> m.AnyMessage:
         if isinstance(body, c.SeriesOpen):
-            self._open(body)
+            self._keeper_for(body.series).open(body)
             return m.Done()
         keeper = self._keeper(body.directory)
         match body:
@@ -159,9 +171,6 @@ class Vault:
             case c.StepsRemove():
                 await keeper.depot.remove(body.steps)
         return m.Done()
-
-    def _open(self, request: c.SeriesOpen) -> None:
-        self._keeper_for(request.series).open(request)
 
     def _keeper_for(self, series: Series) -> SeriesKeeper:
         keeper = self._series.get(series.directory)
@@ -290,12 +299,6 @@ class Vault:
         if self._server is not None:
             await self._means.urgently(self._server.close)
         await self._means.close()
-
-
-def _arena_of(token: bytes) -> Arena:
-    """The memory of one agent of the job that has this token."""
-    job = hashlib.sha256(token).hexdigest()[:16]
-    return Arena(memory_dir(), f"job-{job}", secrets.token_hex(8))
 
 
 def _client(address: str, token: bytes, *, has_tls: bool) -> PeerClient:

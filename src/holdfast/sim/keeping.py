@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the checkpoints of driver mode are: real slots and real files, in a folder in memory.
+
+The vault's own code moves the bytes. Here is what a simulation needs beside it: memory that stays
+when an agent is killed and rots, a storage that is out of order now and then, and what every file
+must contain, so that a wrong byte shows.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.checkpoint.arena import Arena
+from holdfast.checkpoint.digests import read_sidecar
+from holdfast.checkpoint.manifest import list_committed, read_manifest
+from holdfast.checkpoint.posix import PosixStorage
+from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
+from holdfast.checkpoint.storage_port import HIDDEN, Moved
+from holdfast.model.checkpoint import NONE, Series, Shape, Version
+from holdfast.model.errors import StateError
+from holdfast.sim.checkers import Checkers
+from holdfast.sim.loop import Process
+from holdfast.sim.scenario import DIRECTORY
+
+SERIES = Series(DIRECTORY)
+
+
+def content(version: Version, part: str) -> bytes:
+    """What a part of a version consists of."""
+    return f"{version.lineage} {version.step} {part}\n".encode() * 20
+
+
+def size_of(part: str) -> int:
+    """How much room a part needs in a slot, whatever its version."""
+    return lay_out(_files(part, 4096))[1]
+
+
+def _files(part: str, length: int) -> list[tuple[str, int]]:
+    return [(f"{part}.bin", length)]
+
+
+def fill(slot: Slot, version: Version, shape: Shape, part: str) -> None:
+    """Copy a part into a slot whose writing has begun, and seal it."""
+    data = content(version, part)
+    files, _ = lay_out(_files(part, len(data)))
+    slot.data[: len(data)] = data
+    slot.seal(SlotMeta(DIRECTORY, part, version, shape, files))
+
+
+def holds(path: str, version: Version, part: str) -> bool:
+    """Whether a slot has exactly this part, byte for byte."""
+    with Slot.open(path, writable=False) as slot:
+        return bytes(slot.file(f"{part}.bin")) == content(version, part)
+
+
+class MachineArena(Arena):
+    """The arena of one agent process: what it has when that is killed stays for the next one."""
+
+    def __init__(self, folder: Path, number: int, process: Process) -> None:
+        super().__init__(folder, "job", f"agent-{number:04d}")
+        self._process = process
+        self._is_locked = True
+
+    def close(self) -> None:
+        # A dead process clears nothing away.
+        if self._process.is_alive:
+            self._is_locked = False
+            super().close()
+
+    def killed(self) -> None:
+        """The kernel drops the lock of a dead process."""
+        if self._is_locked:
+            self._is_locked = False
+            self._root.release()
+
+    def rot(self) -> Version | None:
+        """A byte of the newest slot flips; None if there is no slot that has its digest yet."""
+        for held in self.holdings():
+            sidecar = read_sidecar(held.path)
+            if sidecar is not None and sidecar.version == held.meta.version:
+                with Slot.open(held.path, writable=True) as slot:
+                    slot.data[0] ^= 1
+                return held.meta.version
+        return None
+
+
+class SharedStorage(PosixStorage):
+    """The storage that all nodes share."""
+
+    def __init__(self, folder: Path, checkers: Checkers, is_broken: Callable[[], bool]) -> None:
+        """While it `is_broken` nothing can be written, but all can be read."""
+        super().__init__(str(folder))
+        self.url = DIRECTORY
+        self._checkers = checkers
+        self._is_broken = is_broken
+        #: By attempt: what it writes.
+        self._versions: dict[str, Version] = {}
+        self.refused: set[Version] = set()
+        """Versions of which something could not be written."""
+
+    def full(self, path: str) -> str:
+        return f"{DIRECTORY}/{path}"
+
+    def newest(self) -> Version:
+        """The newest that is committed."""
+        return max((committed.version for committed in list_committed(self, SERIES)), default=NONE)
+
+    def write(
+        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+    ) -> int:
+        lineage, step, _ = bytes(data).decode(errors="replace").splitlines()[-1].split()
+        self._versions[_attempt(path)] = Version(int(lineage), int(step))
+        self._require_order(path)
+        return super().write(path, data, writers, moved)
+
+    def put(self, path: str, content: bytes) -> None:
+        self._require_order(path)
+        super().put(path, content)
+
+    def rename(self, source: str, target: str) -> None:
+        self._require_order(source)
+        super().rename(source, target)
+        self._named(target)
+
+    def exchange(self, one: str, other: str) -> bool:
+        self._require_order(one)
+        is_done = super().exchange(one, other)
+        self._named(other)
+        return is_done
+
+    def _require_order(self, path: str) -> None:
+        if self._is_broken():
+            version = self._versions.get(_attempt(path))
+            if version is not None:
+                self.refused.add(version)
+            # Not one of those that are tried again: who waits in a thread waits in real time.
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.full(path))
+
+    def _named(self, name: str) -> None:
+        """A directory has this name now: if it is a checkpoint, all of it must be there."""
+        if name.startswith(HIDDEN):
+            return
+        with suppress(StateError):
+            manifest = read_manifest(self, name)
+            if manifest is None:
+                return
+            version = manifest.version
+            for entry in manifest.entries:
+                if self.get(f"{name}/{entry.name}") != content(version, entry.part):
+                    self._checkers.fail(f"{version} is committed with wrong bytes in {entry.name}")
+            parts = frozenset(entry.part for entry in manifest.entries)
+            positions = tuple(entry.position() for entry in manifest.data)
+            self._checkers.committed(version, manifest.shape, parts, positions)
+
+
+def _attempt(path: str) -> str:
+    """The attempt to which a hidden file belongs; empty for others."""
+    pieces = path.split("/")
+    return pieces[1] if pieces[0] == HIDDEN else ""
