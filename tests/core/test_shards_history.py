@@ -14,7 +14,7 @@ GROUPS = 10
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_every_sample_is_in_the_committed_model_exactly_once(group: int) -> None:
-    rounds = restored = cuts = 0
+    rounds = restored = cuts = grown = 0
     for seed in range(group, SEEDS, GROUPS):
         history = History(seed)
         try:
@@ -25,6 +25,8 @@ def test_every_sample_is_in_the_committed_model_exactly_once(group: int) -> None
         rounds += history.round
         restored += history.restored
         cuts += history.cuts
+        grown += history.growth.words
     assert rounds > SEEDS / GROUPS, "without trouble nothing is proved"
     assert restored > 0
     assert cuts > 0, "nobody was so slow that others got the tail of what it read"
+    assert grown > 0, "no stream was read while it grew"

@@ -7,6 +7,7 @@ says something about the model and not about one seed.
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from holdfast.model.errors import UsageError
 from holdfast.sim import failures, traces
 from holdfast.sim.failures import DAY_S, HOUR_S, Fault
 
-SEEDS = range(8)
+SEEDS = range(12)
 
 
 def drawn(name: str, machines: int, days: float, seed: int) -> list[Fault]:
@@ -73,35 +74,61 @@ def test_16384_gpus_at_the_rate_of_rsc1_fail_every_1_8_hours() -> None:
     assert 24 * 1000 / (rate_in_service("rsc1") * 2048) == pytest.approx(1.80, rel=0.05)
 
 
+YEARS = range(80)
+"""Seeds for the checks against the year of the trace: 400 servers, 348 days."""
+
+
+@cache
+def year(seed: int) -> list[Fault]:
+    return failures.draw(failures.preset("stepfun"), 400, 348 * DAY_S, seed)
+
+
 def test_400_servers_vary_as_those_of_the_trace_do() -> None:
     """A memoryless model, as others use it, gives 1.0 and 0.31."""
     dispersion, never = [], []
-    for seed in range(16):
-        counts = Counter(fault.machine for fault in drawn("stepfun", 400, 348, seed))
+    for seed in YEARS:
+        counts = Counter(fault.machine for fault in year(seed) if fault.at_s > 0)
         numbers = [counts[machine] for machine in range(400)]
         dispersion.append(pvariance(numbers) / fmean(numbers))
         never.append(numbers.count(0) / 400)
-    assert median(dispersion) == pytest.approx(2.4, abs=0.35)
-    assert median(never) == pytest.approx(0.50, abs=0.06)
+    assert median(dispersion) == pytest.approx(2.4, abs=0.1)
+    assert median(never) == pytest.approx(0.50, abs=0.04)
 
 
-def test_as_many_machines_are_away_at_once_as_in_the_year_of_the_trace() -> None:
-    """One year showed 31. Years differ, in the model too: it is one of those that must occur.
+def test_400_servers_have_31_away_in_the_worst_hundredth_of_a_year() -> None:
+    """Independent faults give about 17 in every year, which binomial rules for spares assume."""
+    found = sorted(away_p99(year(seed), 348) for seed in YEARS)
+    assert median(found) == pytest.approx(31, abs=4)
+    assert found[len(found) // 10] < 20, "a year without an outbreak is a calm one"
 
-    Independent faults would give about 17 in every year, which binomial rules for spares assume.
-    """
-    found = sorted(
-        away_p99(failures.draw(failures.preset("stepfun"), 400, 348 * DAY_S, seed), 348)
-        for seed in range(30)
-    )
-    assert found[1] < 31 <= found[-2]
-    assert median(found) > 18
+
+def test_faults_per_month_vary_as_in_the_trace() -> None:
+    """The trace: 19 times as much as by chance. Worse months than these do not make the 31."""
+    found = []
+    for seed in YEARS:
+        months = Counter(int(fault.at_s / DAY_S / 29) for fault in year(seed) if fault.at_s > 0)
+        numbers = [months[month] for month in range(12)]
+        found.append(pvariance(numbers) / fmean(numbers))
+    found.sort()
+    assert found[len(found) // 10] < 19 < found[-len(found) // 10]
+    assert median(found) == pytest.approx(15, abs=4)
+
+
+def test_repairs_take_as_long_as_in_the_trace() -> None:
+    """Of those that are no plain restart: half 48 h, one in ten 633 h."""
+    half, tenth = [], []
+    for seed in YEARS:
+        hours = sorted(f.lasts_s / HOUR_S for f in year(seed) if f.takes_machine and f.at_s > 0)
+        half.append(hours[len(hours) // 2])
+        tenth.append(hours[len(hours) * 9 // 10])
+    assert median(half) == pytest.approx(48, rel=0.1)
+    assert median(tenth) == pytest.approx(633, rel=0.1)
 
 
 def test_bursts_and_refailures_are_as_often_as_in_the_trace() -> None:
     near, again = [], []
-    for seed in SEEDS:
-        faults = drawn("stepfun", 400, 348, seed)
+    for seed in YEARS:
+        faults = [fault for fault in year(seed) if fault.at_s > 0]
         times = [-HOUR_S * 2, *(fault.at_s for fault in faults), 1e12]
         gaps = [later - sooner for sooner, later in pairwise(times)]
         pairs = pairwise(gaps)
@@ -112,8 +139,8 @@ def test_bursts_and_refailures_are_as_often_as_in_the_trace() -> None:
             count += fault.at_s - back.get(fault.machine, -1e12) < 7 * DAY_S
             back[fault.machine] = fault.at_s + fault.lasts_s * fault.takes_machine
         again.append(count / len(faults))
-    assert fmean(near) == pytest.approx(0.35, abs=0.05)
-    assert fmean(again) == pytest.approx(0.27, abs=0.05)
+    assert median(near) == pytest.approx(0.35, abs=0.03)
+    assert median(again) == pytest.approx(0.27, abs=0.03)
 
 
 def test_a_burst_stays_in_one_rack() -> None:
@@ -146,6 +173,26 @@ def test_an_unknown_preset_is_named_with_those_that_exist() -> None:
         failures.preset("llama4")
 
 
+def test_every_number_has_a_source() -> None:
+    table = failures.numbers()
+    sources = table.pop("sources")
+    told = list(_told(table))
+    assert len(told) > 20
+    for where, number in told:
+        assert isinstance(number, dict), f"{where} has no source"
+        assert number["source"] in sources, where
+        assert number["why"], where
+
+
+def _told(node: object, where: str = "") -> Iterator[tuple[str, object]]:
+    """What stands at the ends of the table: numbers with their sources."""
+    if isinstance(node, dict) and "value" not in node:
+        for name, child in node.items():
+            yield from _told(child, f"{where}/{name}")
+    else:
+        yield where, node
+
+
 # ---- traces --------------------------------------------------------------------------------------
 
 
@@ -164,7 +211,12 @@ def trace_file(folder: Path, outages: list[tuple[str, float, float, str]]) -> Pa
 def test_a_trace_is_replayed_as_it_is_for_as_many_machines(tmp_path: Path) -> None:
     path = trace_file(
         tmp_path,
-        [("a", 1.0, 3.0, "GPU"), ("b", 1.5, 1.51, "NIC"), ("a", 4.0, 9.0, "Stress Test Failure")],
+        [
+            ("a", 1.0, 3.0, "GPU"),
+            ("b", 1.5, 1.51, "NIC"),
+            ("a", 4.0, 9.0, "Stress Test Failure"),
+            *(("b", day, day + 1.0, "CPU") for day in (10.0, 12.0, 14.0)),
+        ],
     )
     outages = traces.read(path, 2)
     faults = traces.replay(outages, failures.preset("stepfun"), 2, 3 * DAY_S, seed=1, servers=2)
@@ -172,7 +224,7 @@ def test_a_trace_is_replayed_as_it_is_for_as_many_machines(tmp_path: Path) -> No
         (0, 1.0, "gpu_compute"),
         (1, 1.5, "network"),
     ]
-    assert [fault.is_transient for fault in faults] == [False, True]
+    assert [fault.is_transient for fault in faults] == [False, True], "the shortest 23 %"
 
 
 def test_a_trace_for_more_machines_keeps_its_rate_and_what_came_together(tmp_path: Path) -> None:

@@ -71,6 +71,38 @@ class Control(Protocol):
         """Time has passed."""
 
 
+def spec_without_beats(nodes: int, min_nodes: int, spares: int, grace_s: float) -> JobSpec:
+    """A job whose agents say only what changes something, and whose budgets never end.
+
+    A core that hears of no steps would never give back what a job uses of its budgets.
+    """
+    return JobSpec(
+        min_nodes=min_nodes,
+        max_nodes=nodes,
+        spare_nodes=spares,
+        managed=True,
+        reconnect_s=grace_s,
+        join_timeout_s=FOREVER_S,
+        silence_s=FOREVER_S,
+        lease_s=FOREVER_S,
+        worker_restarts=dict.fromkeys(ExitReason, 1 << 40),
+        node_relaunches=dict.fromkeys(ExitReason, 1 << 40),
+    )
+
+
+def failed_worker() -> m.FailureInfo:
+    """What an agent reports of a worker that ended by itself."""
+    return m.FailureInfo(
+        rank=0,
+        local_rank=0,
+        pid=0,
+        exit_code=1,
+        signal=None,
+        reason=ExitReason.ERROR,
+        message="has failed",
+    )
+
+
 class CoreControl:
     """The real core of a master, with agents that say only what changes something.
 
@@ -82,19 +114,7 @@ class CoreControl:
     def __init__(
         self, nodes: int, min_nodes: int, spares: int, grace_s: float, rack_machines: int
     ) -> None:
-        spec = JobSpec(
-            min_nodes=min_nodes,
-            max_nodes=nodes,
-            spare_nodes=spares,
-            managed=True,
-            reconnect_s=grace_s,
-            join_timeout_s=FOREVER_S,
-            silence_s=FOREVER_S,
-            lease_s=FOREVER_S,
-            # This core hears of no steps, so what a job uses of its budgets would never come back.
-            worker_restarts=dict.fromkeys(ExitReason, 1 << 40),
-            node_relaunches=dict.fromkeys(ExitReason, 1 << 40),
-        )
+        spec = spec_without_beats(nodes, min_nodes, spares, grace_s)
         self._rules = rules_of(spec)
         self._core = build(spec, "simulated").core
         self._rack_machines = rack_machines
@@ -127,16 +147,7 @@ class CoreControl:
 
     def failed(self, machine: int, now: float) -> Decision:
         node_id = self._node_on[machine]
-        failure = m.FailureInfo(
-            rank=0,
-            local_rank=0,
-            pid=0,
-            exit_code=1,
-            signal=None,
-            reason=ExitReason.ERROR,
-            message="has failed",
-        )
-        report = m.WorkersFailed(self._round, (failure,))
+        report = m.WorkersFailed(self._round, (failed_worker(),))
         return self._handle(ev.FailureReported(node_id, node_id, 1, report), now)
 
     def started(self, now: float) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How machines fail: a seeded stream of faults, from published rates or from a recorded trace.
 
-A memoryless model is wrong in four ways that matter for spares and restarts. Some machines fail
+A memoryless model is wrong in five ways that matter for spares and restarts. Some machines fail
 again and again (frailty), faults come in bursts within a rack, a machine back from repair fails
-again soon, and a repair takes minutes or months. All numbers and their sources are in
-failures.toml. The faults of a seed do not depend on what the job does about them, so that policies
-can be compared on the very same ones.
+again soon, a repair takes minutes or months, and there are outbreaks: something that machines share
+goes bad, for weeks more of them fail, and some wait for the same part and come back together. All
+numbers and their sources are in failures.yaml. The faults of a seed do not depend on what the job
+does about them, so that policies can be compared on the very same ones.
 """
 
 import math
 import random
-import tomllib
 from bisect import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,9 +20,12 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import Any, TypeVar
 
+import yaml
+
 from holdfast.model.errors import UsageError
 
 DAY_S = 86_400.0
+YEAR_S = 365 * DAY_S
 HOUR_S = 3_600.0
 
 HISTORY_S = 90 * DAY_S
@@ -60,14 +63,17 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FailureModel:
-    """The numbers of failures.toml for one preset; rates per second, times in seconds."""
+    """The numbers of failures.yaml for one preset; rates per second, times in seconds."""
 
     per_machine_s: float
-    season_s: float
-    season_shape: float
-    """Of the gamma variable by which a season's rate is multiplied; 0 for no seasons."""
-    season_sigma: float
-    """Of the normal variable that a season adds to the logarithm of its repairs."""
+    outbreaks_per_s: float
+    outbreak_s: float
+    outbreak_times: float
+    """By how much an outbreak multiplies the rate of the whole cluster."""
+    waiting_share: float
+    """Of an outbreak's faults: these machines come back together."""
+    back_after_s: float
+    """When that is, from the beginning of the outbreak."""
     causes: Mapping[str, float]
     silent: frozenset[str]
     frailty_shape: float
@@ -93,12 +99,19 @@ class FailureModel:
         return math.exp(quantile) * HOUR_S
 
     @property
+    def outbreaks_per_calm(self) -> float:
+        """Faults of outbreaks, for each that would have come without any."""
+        return self.outbreaks_per_s * self.outbreak_s * (self.outbreak_times - 1)
+
+    @property
     def away_s(self) -> float:
         """How long a fault takes its machine away on average."""
         mu, sigma, normal = self.repair_mu, self.repair_sigma, NormalDist()
         cap = (math.log(self.repair_cap_s / HOUR_S) - mu) / sigma
         hours = math.exp(mu + sigma**2 / 2) * normal.cdf(cap - sigma)
         mean_s = hours * HOUR_S + self.repair_cap_s * (1 - normal.cdf(cap))
+        waiting = self.waiting_share * self.outbreaks_per_calm / (1 + self.outbreaks_per_calm)
+        mean_s += waiting * (self.back_after_s - self.outbreak_s / 2 - mean_s)
         software = self.causes.get(SOFTWARE, 0.0) / sum(self.causes.values())
         return mean_s * (1 - software) * (1 - self.manners[SLOW] / sum(self.manners.values()))
 
@@ -129,33 +142,47 @@ class FailureModel:
         return (1 + self.burst_probability * more) / (1 - self.refail_share)
 
 
-def _table() -> dict[str, Any]:
-    return tomllib.loads(files("holdfast.sim").joinpath("failures.toml").read_text("utf-8"))
+def numbers() -> dict[str, Any]:
+    """failures.yaml: each number is a table of its value, its source and why it is that."""
+    text = files("holdfast.sim").joinpath("failures.yaml").read_text("utf-8")
+    table: dict[str, Any] = yaml.safe_load(text)
+    return table
+
+
+def _values(node: Any) -> Any:
+    """The numbers without what is said about them."""
+    if not isinstance(node, dict):
+        return node
+    if "value" in node:
+        return node["value"]
+    return {name: _values(child) for name, child in node.items()}
 
 
 def presets() -> tuple[str, ...]:
     """The names of the failure models that come with Holdfast."""
-    return tuple(_table()["presets"])
+    return tuple(numbers()["presets"])
 
 
 def preset(name: str) -> FailureModel:
     """One of the failure models that come with Holdfast."""
-    table = _table()
+    table = _values(numbers())
     own = table["presets"].get(name)
     if own is None:
         known = ", ".join(table["presets"])
         raise UsageError(f"there are no failures {name!r}; known are {known}, or a trace file")
-    bursts, repair = table["bursts"], table["repair"]
+    bursts, repair, outbreaks = table["bursts"], table["repair"], own.get("outbreaks", {})
     return FailureModel(
         per_machine_s=own["per_1000_node_days"] / 1000 / DAY_S,
-        season_s=table["seasons"]["days"] * DAY_S,
-        season_shape=own.get("season_shape", 0.0),
-        season_sigma=own.get("season_repair_sigma_ln", 0.0),
+        outbreaks_per_s=outbreaks.get("per_year", 0) / YEAR_S,
+        outbreak_s=outbreaks.get("days", 0) * DAY_S,
+        outbreak_times=outbreaks.get("times_the_rate", 1),
+        waiting_share=outbreaks.get("waiting_share", 0.0),
+        back_after_s=outbreaks.get("back_after_days", 0) * DAY_S,
         causes=own.get("causes", table["causes"]),
         silent=frozenset(table["silent"]["causes"]),
         frailty_shape=table["frailty"]["shape"],
         burst_share=bursts["share_of_faults"],
-        burst_sizes={int(size): weight for size, weight in bursts["sizes"].items()},
+        burst_sizes=bursts["sizes"],
         burst_window_s=bursts["window_s"],
         same_repair=bursts["same_repair"],
         rack_machines=bursts["rack_machines"],
@@ -203,40 +230,41 @@ class _Drawing:
         self._hit = list(accumulate(frailty))
         self._machines = machines
         self._away_until = [0.0] * machines
-        self._season_mu = 0.0
-        # The seasons take their part of the spread: all repairs together stay as they are.
-        self._sigma = math.sqrt(model.repair_sigma**2 - model.season_sigma**2)
         #: What is to come: (time, number, machine, cause, repair of the one before it or 0).
         self._ahead: list[tuple[float, int, int, str, float]] = []
         self._number = 0
 
     def faults(self) -> Iterator[Fault]:
-        for at_s in self._firsts():
+        for at_s, together_s in self._firsts():
             yield from self._due(at_s)
-            self._first(at_s)
+            self._first(at_s, together_s)
         yield from self._due(self._span_s)
 
-    def _firsts(self) -> Iterator[float]:
-        """When the faults come that nothing led to."""
-        model, chance = self._model, self._random
-        rate = model.firsts_per_machine_s * self._machines
-        start_s = 0.0
-        while start_s < self._span_s:
-            shape, factor, end_s = model.season_shape, 1.0, self._span_s
-            if shape:
-                factor = chance.gammavariate(shape, 1 / shape)
-                self._season_mu = chance.gauss(0.0, model.season_sigma)
-                end_s = min(start_s + model.season_s, self._span_s)
-            at_s = start_s
-            while (at_s := at_s + chance.expovariate(rate * factor)) < end_s:
-                yield at_s
-            start_s = end_s
+    def _firsts(self) -> list[tuple[float, float]]:
+        """When the faults come that nothing led to, and when an outbreak's machines are back.
 
-    def _first(self, at_s: float) -> None:
+        That is 0 for a fault that belongs to no outbreak.
+        """
+        model, span_s = self._model, self._span_s
+        rate = model.firsts_per_machine_s * self._machines / (1 + model.outbreaks_per_calm)
+        firsts = [(at_s, 0.0) for at_s in self._moments(rate, 0.0, span_s)]
+        for begin_s in list(self._moments(model.outbreaks_per_s, -model.outbreak_s, span_s)):
+            more, end_s = rate * (model.outbreak_times - 1), min(begin_s + model.outbreak_s, span_s)
+            together_s = begin_s + model.back_after_s
+            firsts += [(at_s, together_s) for at_s in self._moments(more, max(begin_s, 0.0), end_s)]
+        return sorted(firsts)
+
+    def _moments(self, rate: float, from_s: float, to_s: float) -> Iterator[float]:
+        """Moments that come at this rate, each by itself."""
+        at_s = from_s
+        while rate > 0 and (at_s := at_s + self._random.expovariate(rate)) < to_s:
+            yield at_s
+
+    def _first(self, at_s: float, together_s: float) -> None:
         model, chance = self._model, self._random
         machine = min(bisect(self._hit, chance.random() * self._hit[-1]), self._machines - 1)
         cause = pick(chance, model.causes)
-        repair_s = self._repair_s()
+        repair_s = self._repair_s(at_s, together_s)
         self._expect(at_s, machine, cause, repair_s)
         if chance.random() >= model.burst_probability:
             return
@@ -251,7 +279,8 @@ class _Drawing:
             # The hour is that of the whole burst: half of them come in its first quarter.
             later_s = model.burst_window_s * chance.random() ** 2
             same = chance.random() < model.same_repair
-            self._expect(at_s + later_s, other, cause, repair_s if same else self._repair_s())
+            own_s = repair_s if same else self._repair_s(at_s + later_s, together_s)
+            self._expect(at_s + later_s, other, cause, own_s)
 
     def _expect(self, at_s: float, machine: int, cause: str, repair_s: float) -> None:
         self._number += 1
@@ -270,7 +299,7 @@ class _Drawing:
                 back_s = self._away_until[machine] = at_s + fault.lasts_s
             if self._random.random() < self._model.refail_share:
                 again_s = back_s + self._random.random() * self._model.refail_within_s
-                self._expect(again_s, machine, cause, self._repair_s())
+                self._expect(again_s, machine, cause, self._repair_s(again_s, 0.0))
 
     def _fault(self, at_s: float, machine: int, cause: str, repair_s: float) -> Fault:
         model, chance = self._model, self._random
@@ -284,9 +313,12 @@ class _Drawing:
         slow_s = low_s * (high_s / low_s) ** chance.random()
         return Fault(at_s, machine, cause, SLOW, True, False, slow_s, factor)
 
-    def _repair_s(self) -> float:
+    def _repair_s(self, at_s: float, together_s: float) -> float:
+        """Some machines of an outbreak wait for what all of them need."""
         model = self._model
-        hours = self._random.lognormvariate(model.repair_mu + self._season_mu, self._sigma)
+        if together_s and self._random.random() < model.waiting_share:
+            return together_s - at_s
+        hours = self._random.lognormvariate(model.repair_mu, model.repair_sigma)
         return min(hours * HOUR_S, model.repair_cap_s)
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `holdfast sim` tells: faults for a cluster, a simulated job per policy, its figures."""
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.model.use import Use
 from holdfast.sim import failures, traces
+from holdfast.sim.collector import without_collector
 from holdfast.sim.control import Control, CoreControl, RulesControl
 from holdfast.sim.failures import DAY_S, HOUR_S, Fault
 from holdfast.sim.goodput import Cluster, Job
@@ -52,7 +51,7 @@ def predict(
 ) -> Prediction:
     """Simulate one job."""
     job = Job(cluster, policy, _control(cluster, policy, engine))
-    with _without_collector():
+    with without_collector():
         job.run(faults, progress)
     sliding = job.training.timeline.sliding(WINDOW_S, WINDOW_EVERY_S)
     figures = {
@@ -84,18 +83,6 @@ def _control(cluster: Cluster, policy: Policy, engine: str) -> Control:
     if engine == CORE:
         return CoreControl(nodes, min_nodes, cluster.spares, grace_s, cluster.rack_machines)
     return RulesControl(nodes, min_nodes, cluster.spares, grace_s)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """A round makes tens of thousands of objects and no cycles: the collector finds nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _times(job: Job, cluster: Cluster) -> dict[str, object]:

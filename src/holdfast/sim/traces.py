@@ -102,6 +102,8 @@ def replay(
     than the trace's begins again at its start.
     """
     chance = random.Random(f"holdfast trace {seed}")
+    lengths = sorted(outage.to_s - outage.from_s for outage in outages)
+    transient_below_s = lengths[int(len(lengths) * model.transient_share)]
     length_s = max(outage.to_s for outage in outages)
     faults: list[Fault] = []
     away: dict[int, float] = {}
@@ -116,19 +118,24 @@ def replay(
                 machine = block + order[outage.server]
                 at_s = outage.from_s + shift_s + lap * length_s
                 if machine < machines and 0 <= at_s < span_s and at_s >= away.get(machine, 0.0):
-                    fault = _fault(outage, at_s, machine, model, chance)
+                    fault = _fault(outage, at_s, machine, model, transient_below_s, chance)
                     away[machine] = at_s + (fault.lasts_s if fault.takes_machine else 0.0)
                     faults.append(fault)
     return sorted(faults, key=lambda fault: (fault.at_s, fault.machine))
 
 
 def _fault(
-    outage: Outage, at_s: float, machine: int, model: FailureModel, chance: random.Random
+    outage: Outage,
+    at_s: float,
+    machine: int,
+    model: FailureModel,
+    transient_below_s: float,
+    chance: random.Random,
 ) -> Fault:
     manner = pick(chance, model.manners)
     lasts_s = outage.to_s - outage.from_s
     if manner in (SLOW, CORRUPT):
         manner = CRASH  # A server that was taken out for repair had more than that.
-    is_transient = outage.cause == SOFTWARE or lasts_s < model.transient_below_s
+    is_transient = outage.cause == SOFTWARE or lasts_s < transient_below_s
     is_silent = outage.cause in model.silent
     return Fault(at_s, machine, outage.cause, manner, is_transient, is_silent, lasts_s)
