@@ -307,6 +307,21 @@ def orders(outcome: Outcome) -> list[Order]:
     return [launch.order for launch in of_kind(cmd.LaunchNode, outcome.commands)]
 
 
+def fail(job: Job, node: int, reason: ExitReason, host: str = "") -> Order | None:
+    """A node runs and fails: the order of its successor, whatever the pause; None if none."""
+    job.seen(node, Phase.RUNNING, host=host)
+    outcome = job.seen(node, Phase.FAILED, reason)
+    if of_kind(ev.NodeOrdered, outcome.facts) and not orders(outcome):
+        assert job.deadline is not None
+        outcome = job.wait(job.deadline)
+    return next(iter(orders(outcome)), None)
+
+
+def reason_of_the_end(job: Job) -> str:
+    assert job.state() == "failed"
+    return str(job.machines.view(job.now)["reason"])
+
+
 def removed(outcome: Outcome) -> list[int]:
     """The ids of the nodes that the platform was asked to remove."""
     return [command.node_id for command in of_kind(cmd.RemoveNode, outcome.commands)]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job import events as ev
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.order import Move, Order
 from holdfast.model.resources import Limits, Resources
 from holdfast.model.role import RoleSpec
-from tests.core.harness import Job, join, of_kind, orders, settled
+from tests.core.harness import Job, fail, join, orders, reason_of_the_end, settled
 
 SERVERS = RoleSpec(
     nodes=2,
@@ -45,20 +44,10 @@ def spec_of(size: int, **spec: Any) -> JobSpec:
     )
 
 
-def fail(job: Job, order_or_node: Order | int) -> Order | None:
-    """A node runs out of memory: the order of its successor, whatever the pause; None if none."""
+def out_of_memory(job: Job, order_or_node: Order | int) -> Order | None:
+    """The order of the successor; None if there is none."""
     node = order_or_node if isinstance(order_or_node, int) else order_or_node.node_id
-    job.seen(node, Phase.RUNNING)
-    outcome = job.seen(node, Phase.FAILED, ExitReason.OOM)
-    if of_kind(ev.NodeOrdered, outcome.facts) and not orders(outcome):
-        assert job.deadline is not None
-        outcome = job.wait(job.deadline)
-    return next(iter(orders(outcome)), None)
-
-
-def reason_of_the_end(job: Job) -> str:
-    assert job.state() == "failed"
-    return str(job.machines.view(job.now)["reason"])
+    return fail(job, node, ExitReason.OOM)
 
 
 # ---- how many nodes, and how large --------------------------------------------------------------
@@ -134,7 +123,7 @@ def test_nodes_come_back_within_the_limits() -> None:
     job = job_of(3, limits=Limits(memory_mib=3500))
     job.seen(2, Phase.RUNNING)
     outcome = job.seen(2, Phase.FAILED, ExitReason.KILLED)
-    raised = fail(job, 1)
+    raised = out_of_memory(job, 1)
     assert [order.memory_mib for order in (*orders(outcome), raised) if order] == [0, 1500]
 
 
@@ -156,23 +145,23 @@ def test_a_job_that_is_too_large_from_the_start_orders_nothing(roles: dict[str, 
 @pytest.mark.parametrize("compacted", [None, False, True])
 def test_memory_is_raised_as_far_as_all_nodes_together_leave_room(compacted: bool | None) -> None:
     job = job_of(2, limits=Limits(memory_mib=4500))
-    first = fail(job, 0)
+    first = out_of_memory(job, 0)
     assert first is not None
-    second = fail(job, 1)
+    second = out_of_memory(job, 1)
     assert second is not None
     if compacted is not None:
         job.restart(compacted=compacted)
-    third = fail(job, first)
+    third = out_of_memory(job, first)
     assert third is not None
     assert (first.memory_mib, second.memory_mib, third.memory_mib) == (2000, 2000, 2500)
-    assert fail(job, second) is None
+    assert out_of_memory(job, second) is None
 
 
 @pytest.mark.parametrize("compacted", [None, True])
 def test_without_auto_scale_a_node_is_launched_again_as_it_was(compacted: bool | None) -> None:
     job = job_of(1, auto_scale=False)
     node, asked = 0, []
-    while (order := fail(job, node)) is not None:
+    while (order := out_of_memory(job, node)) is not None:
         asked.append(order.memory_mib)
         node = order.node_id
         if compacted is not None:
@@ -187,7 +176,7 @@ def test_without_auto_scale_a_node_is_launched_again_as_it_was(compacted: bool |
 def test_without_auto_scale_people_still_change_the_job() -> None:
     job = job_of(2, auto_scale=False)
     assert settled(job.plan(nodes=3, memory_mib=3000))[0]
-    order = fail(job, 0)
+    order = out_of_memory(job, 0)
     assert order is not None
     assert order.memory_mib == 3000
 
@@ -226,10 +215,10 @@ def test_a_plan_for_servers_over_a_limit_is_refused() -> None:
 
 def test_the_memory_of_servers_is_raised_within_the_limits_of_the_whole_job() -> None:
     job = server_job(limits=Limits(memory_mib=2300))
-    first = fail(job, 0)
+    first = out_of_memory(job, 0)
     assert first is not None
     assert first.memory_mib == 800
-    assert fail(job, first) is None
+    assert out_of_memory(job, first) is None
     assert "it has 800 MiB of memory and may not have more" in reason_of_the_end(job)
 
 
@@ -242,10 +231,10 @@ def test_without_auto_scale_of_its_role_a_server_is_launched_again_as_it_was() -
         auto_scale=False,
     )
     job = Job(JobSpec(managed=True, roles={"worker": servers}))
-    order = fail(job, 0)
+    order = out_of_memory(job, 0)
     assert order is not None
     assert order.memory_mib == 0
-    assert fail(job, order) is None
+    assert out_of_memory(job, order) is None
     assert "it has 500 MiB, and its memory is not raised (autoScale is off" in (
         reason_of_the_end(job)
     )
@@ -258,7 +247,7 @@ def test_nodes_with_and_without_agents_share_the_limits() -> None:
     assert (ok, "3700 MiB" in text) == (False, True)
     ok, text = settled(job.plan(role="evaluator", nodes=2))
     assert (ok, "3400 MiB" in text) == (False, True)
-    raised = fail(job, 1)
+    raised = out_of_memory(job, 1)
     assert raised is not None
     assert raised.memory_mib == 1300
 

@@ -13,29 +13,22 @@ from holdfast.core.kernel import Outcome
 from holdfast.model.errors import UsageError
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
-from holdfast.model.order import Order
 from holdfast.model.resources import Limits
-from tests.core.harness import Job, join, of_kind, orders, removed, running_fleet
+from tests.core.harness import (
+    Job,
+    fail,
+    join,
+    of_kind,
+    orders,
+    reason_of_the_end,
+    removed,
+    running_fleet,
+)
 
 
 def new_fleet(size: int, **spec: Any) -> Job:
     """A job whose size comes from its platform; no agent has come yet."""
     return Job(JobSpec(max_nodes=size, managed=True, size_from_platform=True, **spec))
-
-
-def fail(job: Job, node: int, reason: ExitReason, host: str = "") -> Order | None:
-    """A node runs and fails: the order of its successor, whatever the pause; None if none."""
-    job.seen(node, Phase.RUNNING, host=host)
-    outcome = job.seen(node, Phase.FAILED, reason)
-    if of_kind(ev.NodeOrdered, outcome.facts) and not orders(outcome):
-        assert job.deadline is not None
-        outcome = job.wait(job.deadline)
-    return next(iter(orders(outcome)), None)
-
-
-def reason_of_the_end(job: Job) -> str:
-    assert job.state() == "failed"
-    return str(job.machines.view(job.now)["reason"])
 
 
 # ---- memory -----------------------------------------------------------------------------------
