@@ -47,6 +47,8 @@ PEERS = ("torch.save", "dcp.save", "dcp.async_save thread", "dcp.async_save proc
 PRIOR_ART = "prior art, memory"
 LIMIT_S = 1200.0
 RESTORES = 3
+AFTER_BLOCKS = 3
+"""Pieces of a training step behind its blocks: the loss, the backward pass, the update."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 """The training must not get new memory at every step: its noise is larger than what we measure."""
 
@@ -169,6 +171,7 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
     blocking = figures["blocking"]
     raw_s = statistics.median(pair[1] for pair in blocking)
     added_s = added_to_a_step(figures, "save")
+    waits_s = _median_update_s(figures["step save"]) - _median_update_s(figures["step alone"])
     persist = [100 * speed / limit for speed, limit, *_ in figures["persist"]]
     return [
         ("first save, blocking s", *_cell(one[0] for one in figures["first"])),
@@ -180,6 +183,7 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
         ("a save adds to a step, s", f"{added_s:.3f}", "1"),
         ("a bare memcpy by one thread adds, s", f"{added_to_a_step(figures, 'copy'):.3f}", "1"),
         ("a save adds, % of raw memcpy", f"{100 * added_s / raw_s:.1f}", "1"),
+        ("the update waits for the copy, s", f"{waits_s:.3f}", "1"),
         ("persist, % of O_DIRECT on the same disk", *_cell(persist)),
         ("persist, GB/s", *_cell(one[0] / 1e9 for one in figures["persist"])),
         ("restore in a restarted worker, s", *_cell(one[0] for one in figures["restore"])),
@@ -189,19 +193,27 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
 
 
 def added_to_a_step(figures: dict[str, list[list[float]]], kind: str) -> float:
-    """Seconds that a save, or a bare copy, adds to a step: piece by piece, by their medians.
+    """Seconds that a save, or a bare copy, adds to a step.
 
-    Without the backward pass: it is most of the step and its noise, and the copy is over before it
-    begins. Were it not, the update would wait, which counts.
+    The speed of this machine changes from second to second by more than that. So each step is
+    compared with itself: its blocks are alike, and the last ones run when the copy and the digest
+    of what was copied are over. What is left is compared with the same of steps alone.
     """
-    alone, beside = (
-        [statistics.median(times) for times in zip(*figures[name], strict=True)]
-        for name in ("step alone", f"step {kind}")
-    )
-    differences: list[float] = [
-        with_s - plain_s for plain_s, with_s in zip(alone, beside, strict=True)
-    ]
-    return sum(differences[:-2]) + differences[-1]
+    return _slower_at_first(figures[f"step {kind}"]) - _slower_at_first(figures["step alone"])
+
+
+def _slower_at_first(steps: list[list[float]]) -> float:
+    """How much longer the first three fifths of the blocks take than as many of the last ones."""
+    excesses = []
+    for step in steps:
+        blocks = step[:-AFTER_BLOCKS]
+        first = 3 * len(blocks) // 5
+        excesses.append(sum(blocks[:first]) - first * statistics.mean(blocks[first:]))
+    return statistics.median(excesses)
+
+
+def _median_update_s(steps: list[list[float]]) -> float:
+    return statistics.median(step[-1] for step in steps)
 
 
 def _cell(values: Iterable[float]) -> tuple[str, str]:
