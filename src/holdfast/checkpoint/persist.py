@@ -15,8 +15,8 @@ from holdfast.checkpoint.storage_port import Moved, Patience, Storage, persisten
 from holdfast.model.checkpoint import FileEntry, Series
 from holdfast.model.errors import RejectedError, StateError
 
-WRITERS = 3
-"""Threads that write one file: two write while one computes a digest; more gain nothing."""
+WRITERS = 6
+"""Threads that write one file: some compute digests while the disk has four chunks to write."""
 
 READERS = 4
 """Training waits for a restore, so it takes what it can get."""
