@@ -13,7 +13,7 @@ from holdfast.platforms.kubernetes.api import Api
 from holdfast.platforms.kubernetes.kinds import ELASTICJOBS, EVENTS, PODS
 from holdfast.runtime.token import make_token
 from tests.integration.jobs import SCRIPTS, Command, Jobs, MasterCommand, playground
-from tests.kube.cluster import Cluster
+from tests.kube.cluster import Cluster, OwnCluster
 from tests.waiting import until
 
 pytestmark = pytest.mark.kube
@@ -187,6 +187,22 @@ def test_a_master_that_is_told_to_go_leaves_the_job_alone(stage: Stage) -> None:
     for node in nodes:
         assert node.wait() == 1
         assert "the job was deleted" in node.text
+
+
+def test_a_master_that_is_told_to_go_goes_without_an_api_server(
+    private_cluster: Callable[..., OwnCluster], runner: asyncio.Runner
+) -> None:
+    own = private_cluster()
+    api = Api(own.access())
+    with playground() as jobs:
+        stage = Stage(own, api, own.new_namespace(), runner, jobs)
+        master = stage.master()
+        stage.wait_pods(0, 1)
+        own.stop_api_server()
+        master.wait_line("cannot be reached")
+        master.send(signal.SIGTERM)
+        assert master.wait() == 143
+    runner.run(api.close())
 
 
 def test_a_master_without_its_state_starts_the_job_anew(stage: Stage) -> None:
