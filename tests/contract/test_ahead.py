@@ -72,3 +72,15 @@ def test_a_file_that_cannot_be_mapped_disturbs_nobody(
     until(lambda: is_mapped(good), LIMIT_S, "the other slot is mapped")
     assert set(ahead.take()) == {good}
     assert ahead.take() == {}
+
+
+def test_slots_count_as_untouched_until_all_their_memory_was_used(tmp_path: Path) -> None:
+    """A save then goes elsewhere if it can: the first touch of memory takes seconds."""
+    paths = [sealed(tmp_path / name) for name in ("one", "two")]
+    slots = MappedSlots(HostStager())
+    slots.pause()
+    slots.touch(paths)
+    assert slots.untouched() == tuple(paths)
+    slots.go_on()
+    until(lambda: slots.untouched() == (), LIMIT_S, "both slots were touched")
+    slots.close()

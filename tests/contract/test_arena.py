@@ -65,14 +65,16 @@ def save(arena: Arena, step: int, slots: int = 2, key: PartKey = KEY, size: int 
     return arena.sealed(path)
 
 
-def granted(arena: Arena, size: int, slots: int, key: PartKey = KEY) -> Path:
+def granted(
+    arena: Arena, size: int, slots: int, key: PartKey = KEY, avoid: frozenset[str] = frozenset()
+) -> Path:
     """A grant, as soon as there is memory for it."""
-    answer = arena.grant(key, size, slots)
+    answer = arena.grant(key, size, slots, avoid)
     while isinstance(answer, Busy):
         assert answer.retry is not None, answer.why
         assert "being set aside" in answer.why
         answer.retry.exception(READY_S)
-        answer = arena.grant(key, size, slots)
+        answer = arena.grant(key, size, slots, avoid)
     return answer
 
 
@@ -175,6 +177,21 @@ def test_a_grant_that_was_not_used_loses_nothing(arena: Arena) -> None:
     assert isinstance(path, Path)
     arena.give_back(path)
     assert steps(arena) == [2, 1]
+
+
+def test_memory_that_was_never_used_is_written_last(arena: Arena) -> None:
+    """Its first touch takes seconds: while it waits for that, a save goes to a slot in use."""
+    oldest = save(arena, 1)
+    newest = save(arena, 2)
+    (unused,) = set(arena.reserve(KEY, SIZE, 3)) - {oldest.path, newest.path}
+    avoid = frozenset([str(unused)])
+    assert arena.grant(KEY, SIZE, 3, avoid) == oldest.path
+    arena.give_back(oldest.path)
+    with arena.pin(oldest.path, "it is read"):
+        assert granted(arena, SIZE, 3, avoid=avoid) == unused
+    arena.give_back(unused)
+    assert steps(arena) == [2, 1]
+    assert granted(arena, SIZE, 3) == unused
 
 
 def test_what_is_not_sealed_cannot_be_reported_as_sealed(arena: Arena) -> None:

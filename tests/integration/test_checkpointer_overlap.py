@@ -44,7 +44,7 @@ class Slow:
 
     def start(self, timeout_s: float = WAIT_S) -> BackgroundSave:
         holes = [Hole(0, self.tensor, "model.weight")]
-        return BackgroundSave(holes, self, self.sealed.set, timeout_s)
+        return BackgroundSave(holes, self, self.tasks, self.sealed.set, timeout_s)
 
 
 def test_the_optimizer_waits_for_the_copy_and_only_then_changes_the_weights() -> None:

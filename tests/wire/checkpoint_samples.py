@@ -63,7 +63,9 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         world_size=4,
     ),
     c.SlotReserve(directory=DIRECTORY, part="shared", size=1 << 33),
-    c.SlotAsk(directory=DIRECTORY, part="shared", step=0, size=1 << 33),
+    c.SlotAsk(
+        directory=DIRECTORY, part="shared", step=0, size=1 << 33, untouched=("/dev/shm/slot.1",)
+    ),
     c.SlotGrant(path="/dev/shm/slot.0", lineage=7),
     c.SlotsReserved(paths=("/dev/shm/slot.0", "/dev/shm/slot.1")),
     c.SlotSealed(
@@ -76,6 +78,7 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         waited_s=0.25,
         follows=True,
         marks=(Mark("train", term=2, consumed=(Consumed(lease=9, upto=1 << 40),)),),
+        digest=0xDEADBEEF,
     ),
     c.RestoreAsk(
         directory=DIRECTORY,

@@ -143,8 +143,13 @@ class Arena:
             self._allocate(key, size)
         return tuple(slot.path for slot in self._of(key))
 
-    def grant(self, key: PartKey, size: int, slots: int) -> Path | Busy:
-        """A slot to write `size` bytes of data to; `sealed` or `give_back` ends the grant."""
+    def grant(
+        self, key: PartKey, size: int, slots: int, avoid: frozenset[str] = frozenset()
+    ) -> Path | Busy:
+        """A slot to write `size` bytes of data to; `sealed` or `give_back` ends the grant.
+
+        One of those to `avoid` is taken only if there is no other.
+        """
         mine = self._of(key)
         free = [slot for slot in mine if slot.is_free and self._may_be_lost(slot, slots)]
         if len(mine) < slots and all(slot.meta is not None for slot in free):
@@ -156,7 +161,9 @@ class Arena:
             return Busy(
                 f"all {len(mine)} memory slots of {key.part} are in use ({', '.join(sorted(whys))})"
             )
-        slot, *others = sorted(free, key=lambda slot: slot.cost_of_writing(file_size(size)))
+        slot, *others = sorted(
+            free, key=lambda slot: (str(slot.path) in avoid, slot.cost_of_writing(file_size(size)))
+        )
         if slot.size < file_size(size):
             self._check_room(key, size, 1, freed=slot.size)
             self._remove(slot)

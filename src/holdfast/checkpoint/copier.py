@@ -5,7 +5,8 @@ The tasks of a job are cut into turns of about 16 MiB: few enough for Python to 
 enough for the threads to end together. Whoever waits for a job helps with it: a thread that would
 only block is a thread that can copy.
 
-Where a C compiler was there at the installation, the bytes go past the caches (`_streaming.c`).
+Where a C compiler was there at the installation, the bytes go past the caches (`_streaming.c`),
+and their CRC-32C is known at the end (filling.py).
 """
 
 import ctypes
@@ -18,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Protocol
 
 from holdfast.model.errors import TimedOutError
 
@@ -34,21 +36,27 @@ It lets go of Python's lock meanwhile.
 """
 
 
-def best_copy(extension: str = STREAMING) -> CopyBytes:
-    """The extension's, if it was built; else the C library's.
+class CopyWithCrc(Protocol):
+    """The same, which goes on with the CRC-32C of bytes before these and returns that of both."""
 
-    For every length: memory that is not in the caches it copied faster from 32 KiB on, and what is
-    shorter hardly counts.
-    """
+    def __call__(self, target: int, source: int, length: int, crc: int = 0, /) -> int: ...
+
+
+def streaming_copy(extension: str = STREAMING) -> CopyWithCrc | None:
+    """The extension's copy; None if it was not built, or this machine lacks what it takes."""
     try:
-        copy: CopyBytes = import_module(extension).copy
+        copy: CopyWithCrc = import_module(extension).copy
     except ImportError as exc:
         log.debug("states are copied through the caches, as there is no %s: %s", extension, exc)
-        return ctypes.memmove
+        return None
     return copy
 
 
-_copy_bytes = best_copy()
+COPY_WITH_CRC = streaming_copy()
+
+# For every length: memory that is not in the caches it copied faster from 32 KiB on, and what is
+# shorter hardly counts.
+_copy_bytes: CopyBytes = COPY_WITH_CRC or ctypes.memmove
 
 
 @dataclass(frozen=True, slots=True)

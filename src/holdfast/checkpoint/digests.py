@@ -5,8 +5,8 @@ A digest is a CRC-32C over the little-endian CRC-32Cs of the chunks of 16 MiB, i
 can be checked by several threads, and while they are written or received. Nobody has to hold back
 an attacker here: whoever can change a slot or a file can change its digest too.
 
-The digest of a slot stands beside it in `<slot>.crc`: the worker has no time for it when it
-saves, so the agent computes it afterwards, and a later agent still finds it.
+The digest of a slot stands beside it in `<slot>.crc`, where a later agent still finds it. It comes
+with the copy (filling.py), or the agent computes it afterwards.
 """
 
 import os

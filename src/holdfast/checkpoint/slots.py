@@ -194,6 +194,12 @@ class Slot:
         self._meta = None
         self._write_header(_Header(_WRITING, version, 0, 0, 0, 0))
 
+    def pad(self, files: Iterable[SlotFile]) -> None:
+        """Zeros behind each: equal files shall give equal data, whatever the slot held before."""
+        for file in files:
+            end = file.offset + file.length
+            self.data[end : align(end)] = bytes(align(end) - end)
+
     def seal(self, meta: SlotMeta) -> None:
         """All data is in its place: write what it is, and say so in the header, last."""
         header = self._header()
@@ -214,10 +220,7 @@ class Slot:
                 f"the list of the {len(meta.files)} files of part {meta.part} takes {len(packed)} "
                 f"bytes; at most {META_MAX} are possible"
             )
-        for file in meta.files:
-            # Equal files shall give equal data, whatever the slot held before.
-            end = file.offset + file.length
-            self.data[end : align(end)] = bytes(align(end) - end)
+        self.pad(meta.files)
         self.data[length : length + len(packed)] = packed
         layout = layout_id(meta.files)
         self._write_header(

@@ -55,9 +55,13 @@ class VaultClient:
         request = c.SlotReserve(self._directory, part, size)
         return self._agent.ask(request, c.SlotsReserved, ANSWER_S).paths
 
-    def slot(self, part: str, step: int, size: int) -> c.SlotGrant:
-        """Where to write this part of this step. RejectedError: there is not enough memory."""
-        return self._agent.ask(c.SlotAsk(self._directory, part, step, size), c.SlotGrant, SLOT_S)
+    def slot(self, part: str, step: int, size: int, untouched: tuple[str, ...] = ()) -> c.SlotGrant:
+        """Where to write this part of this step; one of the `untouched` if there is no other.
+
+        RejectedError: there is not enough memory.
+        """
+        request = c.SlotAsk(self._directory, part, step, size, untouched)
+        return self._agent.ask(request, c.SlotGrant, SLOT_S)
 
     def sealed(
         self,
@@ -69,11 +73,13 @@ class VaultClient:
         persist: bool,
         waited_s: float = 0.0,
         marks: tuple[Mark, ...] | None = None,
+        digest: int = -1,
     ) -> None:
         """Say that the slot is sealed; with `persist` the whole step goes to storage.
 
         `waited_s`: how long the training waited for it, for those who look at metrics. `marks`: how
         far this rank was in data that follow the series, with its own part; None: there are none.
+        `digest`: of the slot's data; -1 if it is not known yet.
         """
         request = c.SlotSealed(
             self._directory,
@@ -85,6 +91,7 @@ class VaultClient:
             waited_s,
             follows=marks is not None,
             marks=marks or (),
+            digest=digest,
         )
         self._agent.ask(request, m.Done, ANSWER_S)
 

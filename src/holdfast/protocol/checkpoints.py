@@ -50,6 +50,8 @@ class SlotAsk(Message, frozen=True):
     part: str
     step: int
     size: int
+    untouched: tuple[str, ...] = ()
+    """Slots whose memory was never used and is slow for that; rather not one of these."""
 
 
 class SlotGrant(Message, frozen=True):
@@ -75,6 +77,8 @@ class SlotSealed(Message, frozen=True):
     """True when data are read with respect to this directory: then `marks` counts, be it empty."""
     marks: tuple[Mark, ...] = ()
     """How far this rank was in them when it saved; with the rank's own part only."""
+    digest: int = -1
+    """Of the slot's data, as they were copied into it; -1: the agent computes it."""
 
 
 class RestoreAsk(Message, frozen=True):

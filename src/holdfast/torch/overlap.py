@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.checkpoint.copier import CopyJob
+from holdfast.checkpoint.copier import CopyJob, Task
 from holdfast.model.errors import HoldfastError, TimedOutError
 from holdfast.torch.images import Hole
 from holdfast.torch.staging import Staged
@@ -46,12 +46,16 @@ class BackgroundSave:
         self,
         holes: Sequence[Hole],
         staged: Staged,
+        tasks: Sequence[Task],
         seal: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """`seal` is called in the background when all is copied and nothing had changed."""
+        """`tasks` are the host copies of what is staged.
+
+        `seal` is called in the background when all is copied and nothing had changed.
+        """
         self._work: _Work | None = _Work(
-            holes, [_version(hole.tensor) for hole in holes], staged, CopyJob(staged.tasks), seal
+            holes, [_version(hole.tensor) for hole in holes], staged, CopyJob(tasks), seal
         )
         self._timeout_s = timeout_s
         self._check = threading.Lock()

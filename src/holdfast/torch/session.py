@@ -144,11 +144,11 @@ class Session:
             marks = self._followers.marks()
             begun = self._writer.begin(step, parts, shape, persist=tier is STORAGE, marks=marks)
             if hooked is None:
-                self._writer.copy_now([p for part in begun.parts for p in part.placed])
+                self._writer.copy_all(begun)
                 self._seal(begun, time.monotonic() - began)
             else:
                 self._gate.watch(hooked)
-                self._writer.copy_now(begun.placed(early=True))
+                self._writer.copy_early(begun)
                 self._gate.save = self._in_background(begun, time.monotonic() - began)
         except NOT_SAVED as exc:
             log.warning("step %d was not saved; the training goes on: %s", step, exc)
@@ -211,10 +211,11 @@ class Session:
         self.client.close()
 
     def _in_background(self, begun: BegunStep, waited_s: float) -> BackgroundSave:
-        late = begun.placed(early=False)
+        staged, tasks = self._writer.stage_late(begun)
         return BackgroundSave(
-            [item.hole for item in late],
-            self._writer.stage(late),
+            [item.hole for item in begun.placed(early=False)],
+            staged,
+            tasks,
             lambda: self._seal(begun, waited_s),
             self._timeout_s,
         )

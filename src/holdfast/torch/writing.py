@@ -8,7 +8,8 @@ The steps are apart so that the copy can run in the background: `begin` gives wh
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.checkpoint.copier import Copier
+from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Copy, Task
+from holdfast.checkpoint.filling import Filling
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.client.vault import VaultClient
 from holdfast.core.node.marks import Marks
@@ -28,6 +29,8 @@ class BegunPart:
     slot: Slot
     meta: SlotMeta
     placed: tuple[Placed, ...]
+    filling: Filling | None
+    """None where a copy gives no digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,11 @@ class BegunStep:
     marks: Marks | None
     """How far the data of this rank are; None if none follow."""
 
-    def placed(self, *, early: bool) -> list[Placed]:
-        """The tensors that must, or need not, be copied before the next forward pass."""
-        return [p for part in self.parts for p in part.placed if p.hole.early == early]
+    def placed(self, *, early: bool | None = None) -> list[Placed]:
+        """The tensors: all, or those that must, or need not, be copied before the next forward."""
+        return [
+            p for part in self.parts for p in part.placed if early is None or p.hole.early == early
+        ]
 
 
 class PartWriter:
@@ -79,8 +84,9 @@ class PartWriter:
         """Ask for slots and write everything but the tensors."""
         self._slots.forget_removed()
         self._slots.pause()
+        untouched = self._slots.untouched()
         granted = [
-            (part, images, self._client.slot(part, step, _rounded(_length(images))))
+            (part, images, self._client.slot(part, step, _rounded(_length(images)), untouched))
             for part, images in parts.items()
         ]
         begun = []
@@ -90,6 +96,7 @@ class PartWriter:
             meta = SlotMeta(self._directory, part, version, shape, files)
             slot = self._slots.get(grant.path)
             slot.begin(version)
+            slot.pad(files)
             placed: list[Placed] = []
             for image, file in zip(images, files, strict=True):
                 view = slot.data[file.offset : file.offset + file.length]
@@ -97,18 +104,27 @@ class PartWriter:
                     view[offset : offset + len(data)] = data
                 address = slot.address + file.offset
                 placed += [Placed(hole, view, address) for hole in image.holes]
-            begun.append(BegunPart(slot, meta, tuple(placed)))
+            begun.append(BegunPart(slot, meta, tuple(placed), _filling(slot, meta)))
         return BegunStep(tuple(begun), persist, marks)
 
-    def stage(self, placed: Sequence[Placed]) -> Staged:
-        """Begin to copy these tensors; the host copies are left to the caller."""
-        return self._stager.stage(placed)
-
-    def copy_now(self, placed: Sequence[Placed]) -> None:
-        """Copy these tensors with all threads there are."""
-        staged = self._stager.stage(placed)
+    def copy_early(self, step: BegunStep) -> None:
+        """Copy what the next forward pass may change."""
+        staged = self._stager.stage(step.placed(early=True))
         self._copier.run(staged.tasks, self._timeout_s)
         staged.finish()
+
+    def copy_all(self, step: BegunStep) -> None:
+        """Copy every tensor, with all threads there are."""
+        placed = step.placed()
+        staged = self._stager.stage(placed)
+        self._copier.run(_with_digests(step, placed, staged), self._timeout_s)
+        staged.finish()
+
+    def stage_late(self, step: BegunStep) -> tuple[Staged, Sequence[Task]]:
+        """Begin to copy what `copy_early` left; the host copies are for the caller to do."""
+        placed = step.placed(early=False)
+        staged = self._stager.stage(placed)
+        return staged, _with_digests(step, placed, staged)
 
     def seal(self, step: BegunStep, waited_s: float) -> None:
         """Everything is copied: make it a checkpoint. The training waited so long for it."""
@@ -126,7 +142,28 @@ class PartWriter:
                 persist=step.persist,
                 waited_s=waited_s,
                 marks=step.marks if meta.part == own else None,
+                digest=-1 if part.filling is None else part.filling.digest,
             )
+
+
+def _filling(slot: Slot, meta: SlotMeta) -> Filling | None:
+    if COPY_WITH_CRC is None:
+        return None
+    return Filling(COPY_WITH_CRC, slot.data, slot.address, meta.data_length)
+
+
+def _with_digests(step: BegunStep, placed: Sequence[Placed], staged: Staged) -> Sequence[Task]:
+    """The staged tasks, as such that give the digests of the parts if that is possible.
+
+    It is not if some tensors are copied by torch or by an accelerator: their bytes may come last.
+    """
+    copies = [task for task in staged.tasks if isinstance(task, Copy)]
+    if sum(copy.length for copy in copies) != sum(item.hole.tensor.nbytes for item in placed):
+        return staged.tasks
+    fillings = [part.filling for part in step.parts if part.filling is not None]
+    if len(fillings) < len(step.parts):
+        return staged.tasks
+    return [task for filling in fillings for task in filling.tasks(copies)]
 
 
 def _length(images: Iterable[Image]) -> int:

@@ -10,7 +10,6 @@ from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import Memory, digest_of_slot
 from holdfast.agent.vault.storage import Depot
 from holdfast.checkpoint.arena import PartKey
-from holdfast.checkpoint.digests import Sidecar
 from holdfast.checkpoint.parity import ImageReader, rebuild
 from holdfast.checkpoint.peer_server import SlotReader
 from holdfast.checkpoint.slots import Slot
@@ -78,7 +77,7 @@ class Fetcher:
 
         with self._given_back_unless_filled([path]):
             await self._means.urgently(fetch)
-        self._memory.sealed(path, version, Sidecar(version, offer.holding.digest))
+        self._memory.sealed(path, version, offer.holding.digest, is_verified=True)
         return path
 
     async def _from_parity(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this node holds in memory: finding it, holding it still, room for more, digests.
 
-A slot that is read is pinned, so that no worker is given it to write into. Digests are computed
-after the worker has gone on, without a pin: the next save must not wait for them. Whether a worker
-overwrote a slot meanwhile shows in its header.
+A slot that is read is pinned, so that no worker is given it to write into. Digests that did not
+come with the slot are computed after the worker has gone on, without a pin: the next save must not
+wait for them. Whether a worker overwrote a slot meanwhile shows in its header.
 """
 
 import asyncio
@@ -97,15 +97,17 @@ class Memory:
         size: int,
         slots: int,
         wait_s: float = ROOM_S,
+        avoid: frozenset[str] = frozenset(),
         give_up: Callable[[], bool] = lambda: False,
     ) -> Path:
         """A slot for writing; waits while all are read. RejectedError: there is not enough memory.
 
-        After `wait_s`, `give_up` is asked to let go of what can be done without.
+        One of those to `avoid` is given if there is no other. After `wait_s`, `give_up` is asked to
+        let go of what can be done without.
         """
         until = self._loop.time() + wait_s
         while True:
-            granted = self._means.arena.grant(key, size, slots)
+            granted = self._means.arena.grant(key, size, slots, avoid)
             if not isinstance(granted, Busy):
                 self._sidecars.pop(granted, None)
                 self._verified.pop(granted, None)
@@ -127,12 +129,19 @@ class Memory:
 
     # ---- digests --------------------------------------------------------------------------------
 
-    def sealed(self, path: Path, version: Version, known: Sidecar | None = None) -> None:
-        """A slot was sealed: it is the newest of its part now; its digest follows, if unknown."""
+    def sealed(
+        self, path: Path, version: Version, digest: int = -1, *, is_verified: bool = False
+    ) -> None:
+        """A slot was sealed: it is the newest of its part now; its digest follows, if it is -1.
+
+        `is_verified`: the digest is of bytes that were read from the slot.
+        """
         self._means.arena.sealed(path)
-        if known is not None:
-            write_sidecar(path, known)
-            self._sidecars[path], self._verified[path] = known, version
+        if digest >= 0:
+            self._sidecars[path] = Sidecar(version, digest)
+            write_sidecar(path, self._sidecars[path])
+            if is_verified:
+                self._verified[path] = version
             return
         self._undigested[path] = version
         if not self._is_digesting:

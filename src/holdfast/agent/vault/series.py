@@ -87,7 +87,11 @@ class SeriesKeeper:
             self._memory.give_back(before)
         key = PartKey(self.series.directory, ask.part)
         path = await self._memory.grant(
-            key, ask.size, self.series.slots, give_up=self.copies.give_up_oldest
+            key,
+            ask.size,
+            self.series.slots,
+            avoid=frozenset(ask.untouched),
+            give_up=self.copies.give_up_oldest,
         )
         self._granted[ask.part] = path
         return c.SlotGrant(str(path), self._lineage)
@@ -101,7 +105,7 @@ class SeriesKeeper:
                 f"{self._lineage}"
             )
         self._granted.pop(report.part, None)
-        self._memory.sealed(Path(report.path), version)
+        self._memory.sealed(Path(report.path), version, report.digest)
         self._means.tally.sealed(version, report.waited_s)
         if report.persist:
             self.persister.part_sealed(version, report.part)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import Memory, digest_of_slot
 from holdfast.checkpoint.arena import PartKey, Pin
-from holdfast.checkpoint.digests import Sidecar
 from holdfast.checkpoint.parity import BlockBuilder, Room, stripe_range
 from holdfast.checkpoint.peer_server import SlotReader
 from holdfast.checkpoint.receivers import AlreadyKept, ImageReceiver, Receiver
@@ -173,8 +172,7 @@ class Shelf:
         self._memory.give_back(path)
 
     async def _sealed(self, path: Path, version: Version, digest: int) -> None:
-        known = None if digest < 0 else Sidecar(version, digest)
-        self._memory.sealed(path, version, known)
+        self._memory.sealed(path, version, digest, is_verified=True)
 
     def _hop(self, errand: Coroutine[Any, Any, Result]) -> Result:
         """Have the event loop do it, and wait."""

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies into a slot give its digest on the way, however its bytes come together."""
+
+import os
+import random
+
+import pytest
+from crc32c import crc32c
+
+from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Copy, CopyWithCrc
+from holdfast.checkpoint.digests import CHUNK, digest_of
+from holdfast.checkpoint.filling import Filling
+from holdfast.checkpoint.memory import address_of
+
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def copy() -> CopyWithCrc:
+    if COPY_WITH_CRC is None:
+        pytest.skip("the C extension was not built: there was no compiler")
+    return COPY_WITH_CRC
+
+
+def test_the_crc_is_that_of_the_bytes_and_goes_on_from_the_one_before(copy: CopyWithCrc) -> None:
+    numbers = random.Random(5)
+    source, target = os.urandom(5000), bytearray(5000)
+    source_address, target_address = address_of(memoryview(source)), address_of(memoryview(target))
+    lengths = [*range(300), *(numbers.randrange(300, 4900) for _ in range(300))]
+    for length in lengths:
+        begin, end = numbers.randrange(100), numbers.randrange(100)
+        before = numbers.getrandbits(32)
+        crc = copy(target_address + end, source_address + begin, length, before)
+        assert crc == crc32c(source[begin : begin + length], before)
+
+
+LENGTHS = [1, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 12_345]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_the_digest_is_that_of_what_is_there_afterwards(
+    copy: CopyWithCrc, length: int, share: float
+) -> None:
+    """`share` of the bytes are copied, in pieces of any size and any order; the rest was there."""
+    numbers = random.Random(length)
+    source, target = os.urandom(length), bytearray(os.urandom(length + 100))
+    source_address, target_address = address_of(memoryview(source)), address_of(memoryview(target))
+    expected, copies, at = bytearray(target), [], 0
+    while at < length:
+        size = min(length - at, numbers.choice([1, 63, 5000, 3_000_000, CHUNK]))
+        if numbers.random() < share:
+            copies.append(Copy(source_address + at, target_address + at, size))
+            expected[at : at + size] = source[at : at + size]
+        at += size
+    numbers.shuffle(copies)
+    filling = Filling(copy, memoryview(target), target_address, length)
+    assert filling.digest == -1
+    copier = Copier(threads=2)
+    copier.run(filling.tasks(copies), WAIT_S)
+    copier.close()
+    assert target == expected
+    assert filling.digest == digest_of(expected[:length])
+
+
+def test_each_slot_takes_the_copies_that_go_to_it(copy: CopyWithCrc) -> None:
+    source, targets = os.urandom(1000), [bytearray(1000), bytearray(1000)]
+    addresses = [address_of(memoryview(target)) for target in targets]
+    copies = [Copy(address_of(memoryview(source)), address, 1000) for address in addresses]
+    for target, address in zip(targets, addresses, strict=True):
+        filling = Filling(copy, memoryview(target), address, 1000)
+        copier = Copier(threads=1)
+        copier.run(filling.tasks(copies), WAIT_S)
+        copier.close()
+        assert filling.digest == digest_of(source)
+    assert targets == [source, source]
+
+
+def test_a_digest_is_not_known_before_all_chunks_are_there(copy: CopyWithCrc) -> None:
+    target = bytearray(2 * CHUNK)
+    filling = Filling(copy, memoryview(target), address_of(memoryview(target)), len(target))
+    for task in filling.tasks([]):
+        assert filling.digest == -1
+        assert callable(task)
+        task()
+    assert filling.digest == digest_of(target)
