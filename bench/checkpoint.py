@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -47,8 +48,6 @@ PEERS = ("torch.save", "dcp.save", "dcp.async_save thread", "dcp.async_save proc
 PRIOR_ART = "prior art, memory"
 LIMIT_S = 1200.0
 RESTORES = 3
-AFTER_BLOCKS = 3
-"""Pieces of a training step behind its blocks: the loss, the backward pass, the update."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 """The training must not get new memory at every step: its noise is larger than what we measure."""
 
@@ -170,7 +169,8 @@ def plain_tcp_bytes_per_s(port: int, target: memoryview) -> float:
 def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str, str]]:
     blocking = figures["blocking"]
     raw_s = statistics.median(pair[1] for pair in blocking)
-    added_s = added_to_a_step(figures, "save")
+    added_s, error_s = added_to_a_step(figures, "save")
+    copy_s, copy_error_s = added_to_a_step(figures, "copy")
     waits_s = _median_update_s(figures["step save"]) - _median_update_s(figures["step alone"])
     persist = [100 * speed / limit for speed, limit, *_ in figures["persist"]]
     return [
@@ -180,8 +180,8 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
         ("overlap: the call, s", *_cell(one[0] for one in figures["overlap call"])),
         ("training step alone, s", *_cell(sum(step) for step in figures["step alone"])),
         ("training step beside a save, s", *_cell(sum(step) for step in figures["step save"])),
-        ("a save adds to a step, s", f"{added_s:.3f}", "1"),
-        ("a bare memcpy by one thread adds, s", f"{added_to_a_step(figures, 'copy'):.3f}", "1"),
+        ("a save adds to a step, s", f"{added_s:.3f} +- {error_s:.3f}", "1"),
+        ("a bare memcpy by one thread adds, s", f"{copy_s:.3f} +- {copy_error_s:.3f}", "1"),
         ("a save adds, % of raw memcpy", f"{100 * added_s / raw_s:.1f}", "1"),
         ("the update waits for the copy, s", f"{waits_s:.3f}", "1"),
         ("persist, % of O_DIRECT on the same disk", *_cell(persist)),
@@ -192,24 +192,29 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
     ]
 
 
-def added_to_a_step(figures: dict[str, list[list[float]]], kind: str) -> float:
-    """Seconds that a save, or a bare copy, adds to a step.
+def added_to_a_step(figures: dict[str, list[list[float]]], kind: str) -> tuple[float, float]:
+    """Seconds that a save, or a bare copy, adds to a step, and the standard error of that.
 
-    The speed of this machine changes from second to second by more than that. So each step is
-    compared with itself: its blocks are alike, and the last ones run when the copy and the digest
-    of what was copied are over. What is left is compared with the same of steps alone.
+    The speed of this machine changes from second to second by more than that, but a neighbour
+    disturbs only some blocks of some steps. So each block is compared with itself, by medians over
+    many steps with and without, which took turns. The copy is over long before the last blocks:
+    they are left out, as they could only add noise.
     """
-    return _slower_at_first(figures[f"step {kind}"]) - _slower_at_first(figures["step alone"])
+    beside, alone = figures[f"forward {kind}"], figures["forward alone"]
+    chance = random.Random(1)
+
+    def drawn() -> float:
+        others = chance.choices(beside, k=len(beside)), chance.choices(alone, k=len(alone))
+        return _first_blocks_s(others[0]) - _first_blocks_s(others[1])
+
+    error_s = statistics.stdev(drawn() for _ in range(200))
+    return _first_blocks_s(beside) - _first_blocks_s(alone), error_s
 
 
-def _slower_at_first(steps: list[list[float]]) -> float:
-    """How much longer the first three fifths of the blocks take than as many of the last ones."""
-    excesses = []
-    for step in steps:
-        blocks = step[:-AFTER_BLOCKS]
-        first = 3 * len(blocks) // 5
-        excesses.append(sum(blocks[:first]) - first * statistics.mean(blocks[first:]))
-    return statistics.median(excesses)
+def _first_blocks_s(passes: list[list[float]]) -> float:
+    """What the first three fifths of the blocks take, each by its median."""
+    first = -(-3 * len(passes[0]) // 5)
+    return sum(statistics.median(blocks[block] for blocks in passes) for block in range(first))
 
 
 def _median_update_s(steps: list[list[float]]) -> float:
@@ -226,7 +231,7 @@ def bars_of(size: str, figures: dict[str, list[list[float]]]) -> list[Bar]:
     raw_s = statistics.median(pair[1] for pair in blocking)
     later_s = statistics.median(pair[0] for pair in blocking)
     call_s = statistics.median(one[0] for one in figures["overlap call"])
-    added_s = added_to_a_step(figures, "save")
+    added_s, _ = added_to_a_step(figures, "save")
     persist = statistics.median(speed / limit for speed, limit, *_ in figures["persist"])
     return [
         Bar(f"{size}: blocking / raw memcpy", ratio(blocking), 1.1, at_least=False),

@@ -20,11 +20,14 @@ from pathlib import Path
 import torch
 
 from holdfast.torch import MEMORY, STORAGE, Checkpointer, Tier
-from toy_gpt import RawCopy, build, tensors_of, train_step
+from toy_gpt import RawCopy, build, forward_pass, tensors_of, train_step
 
-OVERLAP_TURNS = 3
+FORWARD_PASSES = 16
+"""Of each kind and run: it takes so many to see what a save adds."""
+COPY_EVERY = 4
+"""The bare copy is there for comparison only, so not at every turn."""
 QUIET_S = 1.0
-"""The agent computes a digest after each save: the raw copy must not compete with that."""
+"""What the agent does after a save must not compete with the raw copy."""
 
 
 class Report:
@@ -105,17 +108,25 @@ class Life:
             train_step(self._model, self._optimizer)
 
     def _overlap(self) -> None:
-        """Steps of one thread: alone, beside a save, beside a bare copy; in changing order."""
-        kinds = ["alone", "save", "copy"]
-        for turn in range(OVERLAP_TURNS * self._options.runs):
-            for kind in kinds[turn % 3 :] + kinds[: turn % 3]:
-                time.sleep(QUIET_S)
+        """Steps of one thread, alone and beside a save; then many times the part that matters.
+
+        A save is over long before the forward pass is.
+        """
+        for _ in range(self._options.runs):
+            self._report.add("step alone", *train_step(self._model, self._optimizer))
+            self._report.add("overlap call", self._save(MEMORY, overlap=True))
+            self._report.add("step save", *train_step(self._model, self._optimizer))
+        for turn in range(FORWARD_PASSES * self._options.runs):
+            kinds = ["alone", "save"] if turn % 2 else ["save", "alone"]
+            if turn % COPY_EVERY == 0:
+                kinds.append("copy")
+            for kind in kinds:
                 copy: threading.Thread | None = None
                 if kind == "save":
                     self._report.add("overlap call", self._save(MEMORY, overlap=True))
                 elif kind == "copy":
                     copy = self._raw.start_save()
-                self._report.add(f"step {kind}", *train_step(self._model, self._optimizer))
+                self._report.add(f"forward {kind}", *forward_pass(self._model))
                 if copy is not None:
                     copy.join()
 

@@ -80,26 +80,29 @@ def build(size: str) -> tuple[Gpt, torch.optim.Adam]:
     return model, optimizer
 
 
-def train_step(model: Gpt, optimizer: torch.optim.Adam, tokens: int = TOKENS) -> list[float]:
-    """One real step. How long its pieces took: each block, the loss, the backward pass, the update.
-
-    In pieces, because a neighbour of this machine disturbs one or two of them at a time.
-    """
-    text = torch.randint(model.tokens.num_embeddings, (1, tokens + 1))
+def train_step(model: Gpt, optimizer: torch.optim.Adam) -> list[float]:
+    """One real step. How long its pieces took: forward and backward pass together, the update."""
     times = [time.perf_counter()]
-
-    def note() -> None:
-        times.append(time.perf_counter())
-
-    predicted = model(text[:, :-1], note)
-    loss = functional.cross_entropy(predicted.flatten(0, 1), text[:, 1:].flatten())
-    note()
+    loss = _forward(model)
     optimizer.zero_grad(set_to_none=False)  # New memory at every step would drown the difference.
     loss.backward()  # type: ignore[no-untyped-call]
-    note()
+    times.append(time.perf_counter())
     optimizer.step()
-    note()
+    times.append(time.perf_counter())
     return [end - begin for begin, end in itertools.pairwise(times)]
+
+
+def forward_pass(model: Gpt) -> list[float]:
+    """The first part of a step; how long each of its blocks took."""
+    times = [time.perf_counter()]
+    _forward(model, lambda: times.append(time.perf_counter()))
+    return [end - begin for begin, end in itertools.pairwise(times)]
+
+
+def _forward(model: Gpt, after_block: Callable[[], None] = lambda: None) -> Tensor:
+    text = torch.randint(model.tokens.num_embeddings, (1, TOKENS + 1))
+    predicted = model(text[:, :-1], after_block)
+    return functional.cross_entropy(predicted.flatten(0, 1), text[:, 1:].flatten())
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
