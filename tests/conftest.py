@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,6 +50,10 @@ LONGEST_FIRST = (
     "tidy/test_leftovers.py",
 )
 """What takes long begins early, so that at the end no worker of pytest-xdist waits for another."""
+
+TOGETHER = ("integration/adapters/test_ray_data.py", "integration/adapters/test_tensorflow_data.py")
+"""Files that start or load something large: once, not in each worker of pytest-xdist. (Its own
+`xdist_group` does nothing since pytest 9.2.)"""
 
 
 @dataclass
@@ -100,6 +105,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return starts[0] if starts else len(LONGEST_FIRST)
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands the tests out one by one, but a file of TOGETHER as a whole, and that first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(TOGETHER) else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

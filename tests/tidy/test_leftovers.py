@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leftovers check of tests/conftest.py finds what a careless test leaves, and nothing else."""
+"""The leftovers check of tests/conftest.py finds what a careless test leaves, and nothing else.
+
+Also: what it hands out together stays together.
+"""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import TOGETHER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,9 +37,12 @@ LEAKS = {
 }
 
 
-def run_pytest(folder: Path, test: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    folder: Path, test: str, *options: str, name: str = "test_inner.py"
+) -> subprocess.CompletedProcess[str]:
     """A whole pytest run of its own over one test file, with our conftest as a plugin."""
-    file = folder / "test_inner.py"
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(test)
     environment = {
         **os.environ,
@@ -85,3 +94,18 @@ def test_a_failed_run_keeps_its_files_and_its_status(tmp_path: Path) -> None:
     kept = [line for line in done.stdout.splitlines() if "files of this run are kept in" in line]
     assert len(kept) == 1
     assert "left behind" not in done.stdout
+
+
+@pytest.mark.parametrize(("name", "workers"), [(TOGETHER[0], 1), ("test_inner.py", 2)])
+def test_a_file_that_loads_something_large_stays_in_one_worker(
+    name: str, workers: int, tmp_path: Path
+) -> None:
+    test = (
+        "import pytest\n"
+        "@pytest.mark.parametrize('number', range(6))\n"
+        "def test_it(number):\n"
+        "    pass\n"
+    )
+    done = run_pytest(tmp_path, test, "-p", "xdist", "-n", "2", "-v", name=name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(set(re.findall(r"\[(gw\d)\] .*PASSED", done.stdout))) == workers

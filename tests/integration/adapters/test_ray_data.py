@@ -21,7 +21,6 @@ from tests.integration.jobs import ROOT, Jobs
 pytestmark = [
     needs("ray", "pyarrow"),
     pytest.mark.timeout(480),
-    pytest.mark.xdist_group("ray"),  # One cluster, not one for each process of pytest-xdist.
 ]
 
 SHARDS, ROWS = 4, 100

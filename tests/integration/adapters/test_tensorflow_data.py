@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 pytestmark = [
     needs("tensorflow"),
     pytest.mark.timeout(480),
-    pytest.mark.xdist_group("tensorflow"),  # Loaded once, not in each process of pytest-xdist.
 ]
 
 LIMIT_S = 60.0
