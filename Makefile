@@ -46,13 +46,13 @@ demo: $(STAMP)
 # The suite checks at its very end that no process, shared memory or folder is left (tests/conftest.py).
 # The API server for the kube tests is built once per machine, beside the set-up and lint. More workers than
 # cores, because tests with real processes also wait. The longest come first; what starts a Ray cluster or
-# loads TensorFlow stays in one of the workers (xdist_group).
+# loads TensorFlow stays in one of the workers (TOGETHER in tests/conftest.py).
 test:
 	@scripts/kube-testbed & testbed=$$!; \
 	$(MAKE) --no-print-directory setup && $(MAKE) --no-print-directory -j 2 --output-sync lint bytecode && { \
 		wait $$testbed || echo "==> without an API server the kube tests will skip"; \
 		echo "==> tests"; \
-		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --ignore=tests/tidy/test_tidy.py; }
+		$(BIN)/python -m pytest -n $(TEST_WORKERS) --ignore=tests/tidy/test_tidy.py; }
 
 lint: ruff types contracts tidy
 
