@@ -254,6 +254,19 @@ def test_storage_is_not_gone_back_to_for_the_part_of_one_rank() -> None:
     assert ledger.answer(ledger.restore(1), c.RestorePlan).version == newest
 
 
+def test_what_was_stored_since_the_last_copy_costs_no_rank_its_random_state() -> None:
+    """The soak found it: a node is lost when a step is on storage, but not yet on its peer."""
+    ledger, copied, stored, newest = Ledger(2), Version(1, 9), Version(1, 10), Version(1, 11)
+    left = [holding(v, SHARED, COPIED) for v in (copied, stored, newest)]
+    left += [own(0, v, COPIED) for v in (copied, stored, newest)]
+    ledger.restore(0, *left, own(1, copied, COPIED), stored=[Stored(stored, COPIED)])
+    plan = ledger.answer(ledger.restore(1), c.RestorePlan)
+    assert plan.version == stored
+    assert (rank_part(1), rank_part(1), "storage") in [
+        (s.asked, s.part, s.kind) for s in plan.sources
+    ]
+
+
 def test_a_rank_that_is_new_gets_another_ranks_part() -> None:
     ledger, version = Ledger(3), Version(1, 10)
     for node in (0, 1):

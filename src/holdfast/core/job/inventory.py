@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is where: every copy of every part that was reported, and what can be made of them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from holdfast.core.job.crew import Crew
 from holdfast.model.checkpoint import NONE, SHARED, Holding, Shape, Stored, Version, rank_part
@@ -71,8 +71,9 @@ class Inventory:
         """The newest version that can be restored (of this step, if one is given); NONE if none.
 
         A version in which one rank's part must stand in for another's is passed over when memory
-        holds every part of the one before: of the same lineage, or the `base` it began with. So a
-        worker that dies while it copies costs a step, and no rank's data position or random state.
+        holds every part of one before: of the same lineage, or the `base` it began with. So a
+        worker that dies while it copies, or a node that is lost while peers have its copies, costs
+        a step or two, and no rank's data position or random state.
         """
         versions = [
             version
@@ -84,22 +85,26 @@ class Inventory:
                 # What is on storage, or was agreed on, is never given up for something older.
                 kept = (one for one in versions[position:] if one in self._stored or one == base)
                 floor = next(kept, NONE)
-                older = (
+                older = [
                     one
                     for one in versions[position:]
-                    if one >= floor and (one.lineage == version.lineage or one == base)
-                )
-                return self._with_every_part(older, memory_only=memory_only) or version
+                    if one.lineage == version.lineage or one == base
+                ]
+                whole = self._with_every_part(older, memory_only=memory_only)
+                return whole if whole is not None and whole >= floor else version
         return NONE
 
-    def _with_every_part(self, versions: Iterable[Version], *, memory_only: bool) -> Version | None:
-        """The first that has every part, if those are in memory; None if there is none."""
-        for version in versions:
-            parts = list(self.shape(version).parts())
+    def _with_every_part(self, versions: Sequence[Version], *, memory_only: bool) -> Version | None:
+        """The first that has every part, in memory or on storage; None if there is none in memory,
+        neither this nor a later one: storage alone may be far behind."""
+        for position, version in enumerate(versions):
+            parts = self.shape(version).parts()
             if not any(self._is_gone(version, part, memory_only=memory_only) for part in parts):
-                is_near = all(self._is_near(version, part) for part in parts)
-                return version if is_near else None
+                return version if any(map(self._is_all_near, versions[position:])) else None
         return None
+
+    def _is_all_near(self, version: Version) -> bool:
+        return all(self._is_near(version, part) for part in self.shape(version).parts())
 
     def lost(self, version: Version, *, memory_only: bool = False) -> Iterator[str]:
         """The parts without which the version cannot be restored, and of which no copy is left.
