@@ -70,7 +70,7 @@ class Rendezvous:
             case ev.FailureReported() | ev.DoneReported() | ev.StartReported():
                 return self._reported(event, now)
             case ev.StoreOffered():
-                self._muster.set_ports(event.node_id, hosted_port=event.port)
+                self._muster.set_ports(event.node_id, hosted_port=self._state.unused(event))
                 return Outcome(commands=[Reply(event.link, event.call, m.Done())])
             case ev.NodeWarmed():
                 self._muster.cold.discard(event.node_id)

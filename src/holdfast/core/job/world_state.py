@@ -3,6 +3,7 @@
 
 from collections.abc import Collection, Iterable, Iterator
 
+from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Push
 from holdfast.core.kernel import Record
@@ -40,6 +41,17 @@ class WorldState:
             and index is not None
             and self.world.members[index].incarnation == member.incarnation
         )
+
+    def unused(self, offer: ev.StoreOffered) -> int | None:
+        """The port of an offered store; None if the workers of the present world meet there.
+
+        An offer that is sent again after the stream broke may come when its round has begun.
+        """
+        if self.world is not None and offer.port > 0:
+            first = self.world.members[0]
+            if (first.node_id, first.hosted_port) == (offer.node_id, offer.port):
+                return None
+        return offer.port
 
     @property
     def is_healthy(self) -> bool:
