@@ -53,6 +53,8 @@ class Event:
     """The process id of the agent, which is the parent of its workers."""
     node: str
     """The name that `Jobs.node` or the test gave to the node; empty for others."""
+    state: str = ""
+    """A digest of the whole state of the rank, from scripts that write it down."""
 
 
 class Command:
@@ -336,10 +338,14 @@ class Jobs:
 
     def agents(self) -> list[psutil.Process]:
         """The agents that a launcher has started for `--local-nodes`."""
+        return self.running("node")
+
+    def running(self, command: str) -> list[psutil.Process]:
+        """The processes of one of Holdfast's own commands: "master", "node"."""
         found = []
         for process in self.living():
             try:
-                if process.cmdline()[1:4] == ["-m", "holdfast.cli", "node"]:
+                if process.cmdline()[1:4] == ["-m", "holdfast.cli", command]:
                     found.append(process)
             except psutil.Error:
                 continue

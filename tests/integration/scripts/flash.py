@@ -2,15 +2,17 @@
 """Trains a tiny GPT with DDP and a flash checkpoint at every step; writes every loss down exactly.
 
 The random numbers of each rank are part of the state, and dropout uses them: a run that resumed
-with anything but the exact state of the step before would show it in the next loss.
+with anything but the exact state of the step before would show it in the next loss. A digest of all
+of it is written down before every save and after every load.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from steplog import FOLDER, RANK, ROUND, WORLD, hold, leave, note
+from steplog import FOLDER, RANK, ROUND, WORLD, hold, is_to_finish, leave, note
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +35,17 @@ class TinyGpt(nn.Module):
         return self.head(self.blocks(self.tokens(text)))
 
 
+def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of everything that this rank's next step depends on."""
+    digest = hashlib.sha256(torch.get_rng_state().numpy())
+    tensors = [*model.state_dict().values()]
+    for moments in optimizer.state_dict()["state"].values():
+        tensors += moments.values()
+    for tensor in tensors:
+        digest.update(tensor.numpy())
+    return digest.hexdigest()
+
+
 def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
@@ -51,9 +64,9 @@ def main() -> None:
         overlap=os.environ.get("OVERLAP", "") == "1",
     )
     step = checkpointer.load(model=model, optimizer=optimizer)
-    note("loaded", -1 if step is None else step)
     if step is not None:
         torch.set_rng_state(checkpointer.extra["rng"])
+    note("loaded", -1 if step is None else step, digest_of(model, optimizer))
     step = step or 0
     while step < last:
         step += 1
@@ -64,13 +77,16 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         # Gathered, not reduced: the order of a sum over ranks is up to gloo.
-        losses = [torch.zeros(()) for _ in range(WORLD)]
-        dist.all_gather(losses, loss.detach())
+        said = [torch.zeros(2) for _ in range(WORLD)]
+        dist.all_gather(said, torch.stack([loss.detach(), torch.tensor(float(is_to_finish()))]))
+        if any(one[1] for one in said):
+            last = step
         # Before the save: what is saved is not done again, and must be in the curve.
         if RANK == 0:
-            line = f"{step} {ROUND} {WORLD} {sum(one.item() for one in losses).hex()}\n"
+            line = f"{step} {ROUND} {WORLD} {sum(one[0].item() for one in said).hex()}\n"
             with (FOLDER / "losses").open("a") as file:
                 file.write(line)
+        note("saves", step, digest_of(model, optimizer))
         checkpointer.save(
             step,
             model=model,

@@ -20,7 +20,7 @@ STEP_S = 0.02
 _PAUSE = threading.Event()
 
 
-def note(what: str, step: int = 0) -> None:
+def note(what: str, step: int = 0, state: str = "") -> None:
     """Write one event down. One write of one line: O_APPEND keeps the lines of all ranks whole."""
     event = {
         "t": time.monotonic(),
@@ -34,6 +34,7 @@ def note(what: str, step: int = 0) -> None:
         "pid": os.getpid(),
         "agent": os.getppid(),
         "node": os.environ.get("STEPS_NODE", ""),
+        "state": state,
     }
     os.write(LOG, (json.dumps(event) + "\n").encode())
 

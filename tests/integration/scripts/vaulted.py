@@ -5,6 +5,7 @@ Every step it saves the state through the vault; at its start it restores what a
 and proves that each byte is the one that was saved.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -22,6 +23,7 @@ EVERY = int(os.environ.get("VAULT_EVERY", "0"))
 LOOKS_AHEAD = bool(os.environ.get("VAULT_AHEAD"))
 """Whether it waits until what it restores was mapped by Holdfast, which knew that it would."""
 SHAPE = Shape(WORLD, IS_SHARED)
+WANTED = [rank_part(RANK), *([SHARED] if IS_SHARED else [])]
 START = os.environ["TORCHELASTIC_RESTART_COUNT"]
 LAST = int(os.environ.get("STEPS", "0"))
 
@@ -35,7 +37,6 @@ def content(part: str, step: int) -> bytes:
 def restore(vault: VaultClient) -> int:
     """The step that all ranks go on from; 0 if there is nothing."""
     prepared, problem, tried = NONE, "", NONE
-    wanted = [rank_part(RANK), *([SHARED] if IS_SHARED else [])]
     while True:
         plan = vault.restore(prepared=prepared, problem=problem, tried=tried)
         for text in plan.notes:
@@ -46,14 +47,16 @@ def restore(vault: VaultClient) -> int:
         if plan.version == NONE:
             continue
         try:
-            opened = vault.open_parts(plan.version, wanted)
+            opened = vault.open_parts(plan.version, WANTED)
             prepared = plan.version
         except HoldfastError as exc:
             problem = str(exc)
             note(f"cannot {exc}", plan.version.step)
     if plan.version == NONE:
+        note("loaded", -1)
         return 0
     step = plan.version.step
+    digest = hashlib.sha256()
     for part in opened:
         while LOOKS_AHEAD and part.path not in Path("/proc/self/maps").read_text():
             pause()
@@ -61,16 +64,21 @@ def restore(vault: VaultClient) -> int:
             meta = slot.read()
             assert meta is not None, part
             assert meta.version == plan.version, meta
-            assert bytes(slot.file(f"{part.part}.bin")) == content(part.part, step), part
+            found = bytes(slot.file(f"{part.part}.bin"))
+            assert found == content(part.part, step), part
+            digest.update(found)
         note(f"from {part.source}", step)
     vault.close_parts()
     note("restored", step)
+    note("loaded", step, digest.hexdigest())
     return step
 
 
 def save(vault: VaultClient, step: int) -> None:
     persist = EVERY > 0 and step % EVERY == 0
     is_first = int(os.environ["LOCAL_RANK"]) == 0
+    whole = b"".join(content(part, step) for part in WANTED)
+    note("saves", step, hashlib.sha256(whole).hexdigest())
     for part in [rank_part(RANK), *([SHARED] if IS_SHARED and is_first else [])]:
         files, length = lay_out([(f"{part}.bin", SIZE)])
         grant = vault.slot(part, step, length)
