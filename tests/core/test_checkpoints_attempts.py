@@ -219,6 +219,21 @@ def test_a_lost_nodes_part_of_which_there_is_no_copy_ends_the_attempt() -> None:
     assert "rank-00001 was lost with its node" in ledger.refusal(call)
 
 
+def test_no_ranks_part_is_left_out_when_peers_hold_a_whole_step() -> None:
+    """The soak found it: what was committed without two ranks had to be restored, and they went on
+    with the random states of others, although memory had every part of the step before."""
+    ledger, before = Ledger(2), Version(V5.lineage, V5.step - 1)
+    attempt = begin(ledger, shape=COPIED)
+    call = ledger.persisted(0, attempt, V5, COPIED, SHARED, rank_part(0))
+    ledger.lose(1)
+    ((node, question),) = ledger.pushed(c.InventoryWanted)
+    held = [holding(V5, part, COPIED) for part in (SHARED, rank_part(0))]
+    held += [holding(before, part, COPIED) for part in (SHARED, rank_part(0), rank_part(1))]
+    ledger.call(node, c.InventoryTaken(DIR, question.number, tuple(held)))
+    assert "rank-00001 was lost with its node" in ledger.refusal(call)
+    assert not ledger.pushed(c.CommitOrder)
+
+
 def test_beside_a_shared_part_a_lost_ranks_part_is_left_out() -> None:
     ledger = Ledger(2)
     attempt = begin(ledger, shape=COPIED)

@@ -95,7 +95,7 @@ class AttemptState:
             writer = writer_of(inventory.holders(self.version, part), crew, loads)
             if writer is not None:
                 self.writers[part] = writer
-            elif self.shape.shared and part != SHARED:
+            elif self.shape.shared and part != SHARED and not inventory.has_whole(self.version):
                 self.missing.discard(part)
             else:
                 return [], part

@@ -106,6 +106,12 @@ class Inventory:
     def _is_all_near(self, version: Version) -> bool:
         return all(self._is_near(version, part) for part in self.shape(version).parts())
 
+    def has_whole(self, version: Version) -> bool:
+        """Whether memory holds every part of this version or of another of its lineage: to bring
+        one with parts missing to storage would force everybody to restore that one."""
+        lineage = [one for one in self._copies if one.lineage == version.lineage]
+        return any(map(self._is_all_near, lineage))
+
     def lost(self, version: Version, *, memory_only: bool = False) -> Iterator[str]:
         """The parts without which the version cannot be restored, and of which no copy is left.
 
