@@ -88,7 +88,7 @@ bench: $(STAMP)
 soak: $(STAMP)
 	@set -e; for round in $$(seq $(SOAK_ROUNDS)); do \
 		echo "==> soak round $$round of $(SOAK_ROUNDS)"; \
-		HOLDFAST_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \
+		HOLDFAST_SOAK_KILLS=$(SOAK_KILLS) HOLDFAST_SOAK_SEED=$$round $(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \
 		HOLDFAST_SOAK_SEEDS=$(SOAK_SEEDS) $(BIN)/python -m pytest -q -x tests/core/test_shards_history.py \
 			tests/core/test_histories.py tests/core/test_checkpoints_histories.py tests/wire/test_fuzz.py; \
 		$(BIN)/python -m holdfast.sim.swarm --seeds $$((round * $(SOAK_SEEDS)))..$$((round * $(SOAK_SEEDS) + $(SOAK_SEEDS))); \
