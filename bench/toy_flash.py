@@ -22,8 +22,6 @@ import torch
 from holdfast.torch import MEMORY, STORAGE, Checkpointer, Tier
 from toy_gpt import RawCopy, build, forward_pass, tensors_of, train_step
 
-FORWARD_PASSES = 16
-"""Of each kind and run: it takes so many to see what a save adds."""
 COPY_EVERY = 4
 """The bare copy is there for comparison only, so not at every turn."""
 QUIET_S = 1.0
@@ -116,7 +114,7 @@ class Life:
             self._report.add("step alone", *train_step(self._model, self._optimizer))
             self._report.add("overlap call", self._save(MEMORY, overlap=True))
             self._report.add("step save", *train_step(self._model, self._optimizer))
-        for turn in range(FORWARD_PASSES * self._options.runs):
+        for turn in range(self._options.blocks // len(self._model.blocks)):
             kinds = ["alone", "save"] if turn % 2 else ["save", "alone"]
             if turn % COPY_EVERY == 0:
                 kinds.append("copy")
@@ -129,6 +127,7 @@ class Life:
                 self._report.add(f"forward {kind}", *forward_pass(self._model))
                 if copy is not None:
                     copy.join()
+                self._optimizer.step()  # A training without steps would be taken for a hang.
 
     def _idle(self) -> None:
         """The agent's CPU time over some quiet seconds."""
@@ -190,6 +189,7 @@ def main() -> None:
     parser.add_argument("--size", required=True)
     parser.add_argument("--runs", type=int, required=True)
     parser.add_argument("--restores", type=int, required=True)
+    parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--warm-s", type=float, required=True)
