@@ -2,12 +2,14 @@
 """What a worker writes into the slots of a real vault, and the digest that stands beside it."""
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from holdfast.checkpoint.copier import Copier
+from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier
 from holdfast.checkpoint.digests import CHUNK, Sidecar, digest_of, read_sidecar
 from holdfast.checkpoint.slots import Slot
 from holdfast.client.vault import VaultClient
@@ -23,11 +25,17 @@ WAIT_S = 60.0
 PART = rank_part(0)
 
 
-def save(worker: VaultClient, directory: str, tensors: list[torch.Tensor], overlap: bool) -> Path:
+def save(
+    worker: VaultClient,
+    directory: str,
+    tensors: list[torch.Tensor],
+    overlap: bool,
+    make_writer: Callable[..., PartWriter] = PartWriter,
+) -> Path:
     """Save step 0 as a Checkpointer does; where it is now."""
     stager = HostStager()
     slots, copier = MappedSlots(stager), Copier(threads=2)
-    writer = PartWriter(worker, directory, slots, stager, copier, WAIT_S)
+    writer = make_writer(worker, directory, slots, stager, copier, WAIT_S)
     path = write(writer, copier, tensors, overlap)
     slots.close()
     copier.close()
@@ -41,7 +49,7 @@ def write(writer: PartWriter, copier: Copier, tensors: list[torch.Tensor], overl
     begun = writer.begin(0, {PART: images}, SHAPE, persist=False)
     if overlap:
         writer.copy_early(begun)
-        staged, tasks = writer.stage_late(begun)
+        staged, tasks = writer.stage(begun, begun.placed(early=False))
         copier.run(tasks, WAIT_S)
         staged.finish()
     else:
@@ -51,18 +59,25 @@ def write(writer: PartWriter, copier: Copier, tensors: list[torch.Tensor], overl
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["blocking", "overlap"])
-@pytest.mark.parametrize("is_strided", [False, True], ids=["in a row", "strided"])
-def test_a_slot_has_its_digest(tmp_path: Path, is_strided: bool, overlap: bool) -> None:
-    """It comes with the copy; where torch must copy a tensor, the agent computes it afterwards."""
+@pytest.mark.parametrize("how", ["in a row", "strided", "without the extension"])
+def test_a_slot_has_its_digest(tmp_path: Path, how: str, overlap: bool) -> None:
+    """It comes with the copy; without the extension, and where torch must copy a tensor, the agent
+    computes it afterwards."""
     weight = torch.randn(1500, 3001)
     assert weight.nbytes > CHUNK
-    tensors = [weight.t() if is_strided else weight, torch.randn(7), torch.randn(3), weight[:2]]
+    first = weight.t() if how == "strided" else weight
+    tensors = [first, torch.randn(7), torch.randn(3), weight[:2]]
+    without = partial(PartWriter, copy_with_crc=None)
+    make_writer = without if how == "without the extension" else PartWriter
+    comes_later = how != "in a row" or COPY_WITH_CRC is None
 
     async def run() -> None:
         directory = str(tmp_path / "saves")
         async with node(tmp_path, directory) as made:
-            path = await asyncio.to_thread(save, made.workers[0], directory, tensors, overlap)
-            if is_strided:
+            path = await asyncio.to_thread(
+                save, made.workers[0], directory, tensors, overlap, make_writer
+            )
+            if comes_later:
                 await asyncio.to_thread(until, lambda: read_sidecar(path), WAIT_S, "the digest")
             sidecar = read_sidecar(path)
             with Slot.open(path, writable=False) as slot:

@@ -151,6 +151,7 @@ class Session:
                 self._writer.copy_early(begun)
                 self._gate.save = self._in_background(begun, time.monotonic() - began)
         except NOT_SAVED as exc:
+            self.slots.go_on()
             log.warning("step %d was not saved; the training goes on: %s", step, exc)
             return str(exc) or type(exc).__name__
         if tier is STORAGE:
@@ -211,9 +212,10 @@ class Session:
         self.client.close()
 
     def _in_background(self, begun: BegunStep, waited_s: float) -> BackgroundSave:
-        staged, tasks = self._writer.stage_late(begun)
+        late = begun.placed(early=False)
+        staged, tasks = self._writer.stage(begun, late)
         return BackgroundSave(
-            [item.hole for item in begun.placed(early=False)],
+            [item.hole for item in late],
             staged,
             tasks,
             lambda: self._seal(begun, waited_s),

@@ -8,7 +8,7 @@ The steps are apart so that the copy can run in the background: `begin` gives wh
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Copy, Task
+from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Copy, CopyWithCrc, Task
 from holdfast.checkpoint.filling import Filling
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.client.vault import VaultClient
@@ -60,13 +60,16 @@ class PartWriter:
         stager: Stager,
         copier: Copier,
         timeout_s: float,
+        copy_with_crc: CopyWithCrc | None = COPY_WITH_CRC,
     ) -> None:
+        """Without `copy_with_crc` the agent computes the digests."""
         self._client = client
         self._directory = directory
         self._slots = slots
         self._stager = stager
         self._copier = copier
         self._timeout_s = timeout_s
+        self._copy_with_crc = copy_with_crc
 
     def reserve(self, part: str, images: Iterable[Image], more: int = 0) -> None:
         """Have memory for these files, and `more` bytes, made ready in the background."""
@@ -104,7 +107,7 @@ class PartWriter:
                     view[offset : offset + len(data)] = data
                 address = slot.address + file.offset
                 placed += [Placed(hole, view, address) for hole in image.holes]
-            begun.append(BegunPart(slot, meta, tuple(placed), _filling(slot, meta)))
+            begun.append(BegunPart(slot, meta, tuple(placed), self._filling(slot, meta)))
         return BegunStep(tuple(begun), persist, marks)
 
     def copy_early(self, step: BegunStep) -> None:
@@ -115,16 +118,14 @@ class PartWriter:
 
     def copy_all(self, step: BegunStep) -> None:
         """Copy every tensor, with all threads there are."""
-        placed = step.placed()
-        staged = self._stager.stage(placed)
-        self._copier.run(_with_digests(step, placed, staged), self._timeout_s)
+        staged, tasks = self.stage(step, step.placed())
+        self._copier.run(tasks, self._timeout_s)
         staged.finish()
 
-    def stage_late(self, step: BegunStep) -> tuple[Staged, Sequence[Task]]:
-        """Begin to copy what `copy_early` left; the host copies are for the caller to do."""
-        placed = step.placed(early=False)
-        staged = self._stager.stage(placed)
-        return staged, _with_digests(step, placed, staged)
+    def stage(self, step: BegunStep, last: Sequence[Placed]) -> tuple[Staged, Sequence[Task]]:
+        """Begin to copy the tensors that are not in their places yet; others run the tasks."""
+        staged = self._stager.stage(last)
+        return staged, _with_digests(step, last, staged)
 
     def seal(self, step: BegunStep, waited_s: float) -> None:
         """Everything is copied: make it a checkpoint. The training waited so long for it."""
@@ -145,11 +146,10 @@ class PartWriter:
                 digest=-1 if part.filling is None else part.filling.digest,
             )
 
-
-def _filling(slot: Slot, meta: SlotMeta) -> Filling | None:
-    if COPY_WITH_CRC is None:
-        return None
-    return Filling(COPY_WITH_CRC, slot.data, slot.address, meta.data_length)
+    def _filling(self, slot: Slot, meta: SlotMeta) -> Filling | None:
+        if self._copy_with_crc is None:
+            return None
+        return Filling(self._copy_with_crc, slot.data, slot.address, meta.data_length)
 
 
 def _with_digests(step: BegunStep, placed: Sequence[Placed], staged: Staged) -> Sequence[Task]:
