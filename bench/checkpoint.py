@@ -108,6 +108,8 @@ def run_holdfast(size: str, args: argparse.Namespace) -> dict[str, list[list[flo
         for line in report.read_text().splitlines():
             entry = json.loads(line)
             figures.setdefault(entry["name"], []).append(entry["values"])
+    if len(figures.get("persist", ())) < args.runs:
+        raise SystemExit(f"the worker ended before all was measured:\n{done.stdout[-3000:]}")
     return figures
 
 
