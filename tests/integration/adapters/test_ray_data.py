@@ -32,6 +32,8 @@ def cluster() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's own workers run at nice 15: beside busy tests they would get next to no processor.
+        patch.setenv("RAY_worker_niceness", "0")
         import ray
         import ray.data
 
