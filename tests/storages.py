@@ -94,7 +94,7 @@ def write_state(
         slot = fill_slot(path, series, version, part, files)
         path.unlink()
         with slot:
-            entries += write_part(storage, series, attempt, slot, patience=patience)
+            entries += write_part(storage, series, attempt, slot, patience=patience).files
     return tuple(entries)
 
 

@@ -2,6 +2,7 @@
 """A slot is read exactly as it was sealed, or not at all; digests notice every changed byte."""
 
 import os
+import random
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.digests import (
     CHUNK,
     Digest,
+    RunDigest,
     Sidecar,
     combine,
     digest_of,
+    join,
     read_sidecar,
     sidecar_path,
     write_sidecar,
@@ -234,6 +237,29 @@ def test_a_digest_can_be_made_piece_by_piece() -> None:
     for begin in range(0, len(data), CHUNK):
         by_chunks.add(crc32c(data[begin : begin + CHUNK]))
     assert digest.result() == by_chunks.result() == digest_of(data)
+
+
+def test_two_crcs_are_joined() -> None:
+    data = random.Random(5).randbytes(70_000)
+    for cut in (0, 1, 4095, 4096, 35_000, len(data) - 1, len(data)):
+        first, second = data[:cut], data[cut:]
+        assert join(crc32c(first), crc32c(second), len(second)) == crc32c(data)
+
+
+def test_a_digest_can_be_made_of_runs_in_any_order() -> None:
+    """Runs that end where no chunk does, and one that is read again after a byte has changed."""
+    data = bytearray(random.Random(6).randbytes(2 * CHUNK + 5))
+    digest = RunDigest()
+    for begin, end in ((CHUNK - 3, len(data)), (0, 4096), (4096, CHUNK - 3), (7, 7)):
+        with memoryview(data)[begin:end] as run:
+            assert digest.read(begin, run) == crc32c(run)
+    assert digest.result() == digest_of(data)
+    data[CHUNK] ^= 1
+    assert digest.result() != digest_of(data)
+    with memoryview(data)[CHUNK - 3 :] as run:
+        digest.read(CHUNK - 3, run)
+    assert digest.result() == digest_of(data)
+    assert RunDigest().result() == digest_of(b"")
 
 
 def test_a_flipped_byte_changes_the_digest() -> None:

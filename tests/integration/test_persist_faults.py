@@ -3,6 +3,7 @@
 
 import errno
 import os
+import random
 import subprocess
 import threading
 import time
@@ -13,16 +14,18 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.commit import commit
+from holdfast.checkpoint.digests import CHUNK, digest_of
 from holdfast.checkpoint.manifest import list_committed
+from holdfast.checkpoint.persist import write_part
 from holdfast.checkpoint.places import abandon
 from holdfast.checkpoint.posix import PosixStorage
 from holdfast.checkpoint.retention import apply_retention
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.storage_port import Moved, Patience, persistently
+from holdfast.checkpoint.storage_port import CrcOf, Moved, Patience, crc_of, persistently
 from holdfast.checkpoint.verify import verify_checkpoint
-from holdfast.model.checkpoint import Series, Version
+from holdfast.model.checkpoint import SHARED, Series, Version
 from holdfast.model.errors import RejectedError, RetryableError
-from tests.storages import load, make_state, order_for, s3_server, save, write_state
+from tests.storages import fill_slot, load, make_state, order_for, s3_server, save, write_state
 
 V1, V2 = Version(1, 1), Version(1, 2)
 PATIENT = Patience(limit_s=30.0, first_pause_s=0.01, longest_pause_s=0.05)
@@ -57,12 +60,32 @@ class Failing(PosixStorage):
         self.left = times
 
     def write(
-        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+        self,
+        path: str,
+        data: memoryview,
+        writers: int,
+        moved: Moved = lambda size: None,
+        crc_of: CrcOf = crc_of,
     ) -> int:
         if self.left > 0:
             self.left -= 1
             raise OSError(self.code, os.strerror(self.code), path)
-        return super().write(path, data, writers, moved)
+        return super().write(path, data, writers, moved, crc_of)
+
+
+def test_what_was_written_has_the_digest_of_the_slot(tmp_path: Path) -> None:
+    """The bytes are read once, for the digests of the files and of the slot; also if repeated."""
+    series = Series(str(tmp_path / "ckpt"))
+    data = memoryview(random.Random(7).randbytes(2 * CHUNK))
+    files = {"a": bytes(data[:5000]), "b": bytes(data), "c": b"", "d": bytes(data[: CHUNK + 1])}
+    storage = Failing(series.directory, errno.EIO, times=1)
+    with fill_slot(tmp_path / "slot", series, V1, SHARED, files) as slot:
+        meta = slot.read()
+        assert meta is not None
+        written = write_part(storage, series, "a1", slot, patience=PATIENT)
+        assert written.digest == digest_of(slot.data[: meta.data_length])
+    digests = {entry.name: entry.digest for entry in written.files}
+    assert digests == {name: digest_of(content) for name, content in files.items()}
 
 
 def test_a_full_disk_is_said_and_costs_no_older_checkpoint(small: Path, tmp_path: Path) -> None:

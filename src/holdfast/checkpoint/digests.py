@@ -13,6 +13,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,9 @@ from msgspec import Struct
 from holdfast.model.checkpoint import Version
 
 CHUNK = 16 * 1024 * 1024
+
+_POLYNOMIAL = 0x82F63B78
+"""CRC-32C's, bit-reversed as its remainders are: the highest bit stands for 1, the next for x."""
 
 
 def combine(chunk_crcs: Iterable[int]) -> int:
@@ -44,6 +48,61 @@ def digest_of(buffer: bytes | bytearray | memoryview) -> int:
     finally:
         for chunk in chunks:
             chunk.release()
+
+
+def join(first: int, second: int, length: int) -> int:
+    """The CRC-32C of two runs of bytes from those of each; the second run has this length."""
+    return _times(first, _shift(length)) ^ second
+
+
+@lru_cache(256)
+def _shift(length: int) -> int:
+    """What a remainder is multiplied by when this many bytes follow: x^(8 * length)."""
+    power, factor = 1 << 31, 1 << 23
+    while length > 0:
+        if length & 1:
+            power = _times(power, factor)
+        factor = _times(factor, factor)
+        length >>= 1
+    return power
+
+
+def _times(one: int, other: int) -> int:
+    """The product of two remainders, modulo CRC-32C's polynomial."""
+    product = 0
+    while one:
+        if one & (1 << 31):
+            product ^= other
+        one = one << 1 & 0xFFFFFFFF
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return product
+
+
+class RunDigest:
+    """The digest of bytes that are read run by run, by several threads and in any order."""
+
+    def __init__(self) -> None:
+        #: By offset: the length and the CRC-32C of a run that lies within one chunk.
+        self._runs: dict[int, tuple[int, int]] = {}
+
+    def read(self, offset: int, run: memoryview) -> int:
+        """The CRC-32C of the run at this offset. Read again, it replaces what was read before."""
+        whole = 0
+        while len(run) > 0:
+            size = min(len(run), CHUNK - offset % CHUNK)
+            crc = int(crc32c(run[:size]))
+            self._runs[offset] = size, crc
+            whole = join(whole, crc, size)
+            offset, run = offset + size, run[size:]
+        return whole
+
+    def result(self) -> int:
+        """The digest, once every byte has been read."""
+        chunks: dict[int, int] = {}
+        for offset, (size, crc) in sorted(self._runs.items()):
+            number = offset // CHUNK
+            chunks[number] = join(chunks.get(number, 0), crc, size)
+        return combine(chunks.values())
 
 
 class Digest:
@@ -113,3 +172,9 @@ def read_sidecar(path: str | Path) -> Sidecar | None:
         return msgspec.msgpack.decode(packed, type=Sidecar)
     except msgspec.MsgspecError:
         return None
+
+
+def digest_beside(path: str | Path, version: Version) -> int:
+    """What `read_sidecar` finds of this version; -1 if it finds nothing."""
+    sidecar = read_sidecar(path)
+    return sidecar.data if sidecar is not None and sidecar.version == version else -1

@@ -12,10 +12,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import fsspec
-from crc32c import crc32c
 
 from holdfast.checkpoint.digests import CHUNK, chunks_of, combine
-from holdfast.checkpoint.storage_port import Moved, readable_size
+from holdfast.checkpoint.storage_port import CrcOf, Moved, crc_of, readable_size
 from holdfast.model.errors import RejectedError, RetryableError, UsageError
 from holdfast.runtime.observe import wall_clock
 
@@ -50,7 +49,12 @@ class ObjectStorage:
         return f"{self.url.rstrip('/')}/{path}"
 
     def write(
-        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+        self,
+        path: str,
+        data: memoryview,
+        writers: int,
+        moved: Moved = lambda size: None,
+        crc_of: CrcOf = crc_of,
     ) -> int:
         # Large objects go up piece by piece; one that is not finished never becomes visible.
         piece = max(CHUNK, len(data) // _PIECES_MAX + 1)
@@ -63,7 +67,7 @@ class ObjectStorage:
                 with file:
                     for offset, size in chunks_of(len(data)):
                         with data[offset : offset + size] as view:
-                            crcs.append(int(crc32c(view)))
+                            crcs.append(crc_of(offset, view))
                             file.write(view)
                         moved(size)
                 at_the_end.pop_all()

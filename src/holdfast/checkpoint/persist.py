@@ -4,13 +4,14 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from crc32c import crc32c
 
-from holdfast.checkpoint.digests import chunks_of, combine
+from holdfast.checkpoint.digests import RunDigest, chunks_of, combine
 from holdfast.checkpoint.manifest import Committed, is_safe_name
 from holdfast.checkpoint.places import place_of
-from holdfast.checkpoint.slots import Slot, SlotFile, SlotMeta, lay_out
+from holdfast.checkpoint.slots import Slot, SlotFile, SlotMeta, align, lay_out
 from holdfast.checkpoint.storage_port import Moved, Patience, Storage, persistently, readable_size
 from holdfast.model.checkpoint import FileEntry, Series
 from holdfast.model.errors import RejectedError, StateError
@@ -22,6 +23,15 @@ READERS = 4
 """Training waits for a restore, so it takes what it can get."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """A part that is on storage."""
+
+    files: tuple[FileEntry, ...]
+    digest: int
+    """Of the slot's data, of the very bytes that were written."""
+
+
 def write_part(
     storage: Storage,
     series: Series,
@@ -31,8 +41,10 @@ def write_part(
     patience: Patience | None = None,
     stop: threading.Event | None = None,
     moved: Moved = lambda size: None,
-) -> tuple[FileEntry, ...]:
+) -> WrittenPart:
     """Write every file of a sealed slot to the attempt's place, durably.
+
+    The slot is read once only: beside a training, reading from memory is what costs most.
 
     The caller has pinned the slot. `moved` is told of progress, in whichever thread. RetryableError
     when the storage was out of order for longer than `patience`, RejectedError when it says no,
@@ -46,8 +58,9 @@ def write_part(
     place = persistently(
         what, lambda: place_of(storage, series, attempt, meta.version.step), patience, stop
     )
+    digest = RunDigest()
     entries = tuple(
-        _write_file(storage, place, slot, meta.part, file, moved, patience, stop)
+        _write_file(storage, place, slot, meta.part, file, digest, moved, patience, stop)
         for file in meta.files
     )
     what = f"{storage.full(place)} could not be synced"
@@ -57,7 +70,7 @@ def write_part(
             f"the memory slot {slot.path} was written to while step {meta.version.step} "
             f"of it was being stored"
         )
-    return entries
+    return WrittenPart(entries, digest.result())
 
 
 def _write_file(
@@ -66,6 +79,7 @@ def _write_file(
     slot: Slot,
     part: str,
     file: SlotFile,
+    slot_digest: RunDigest,
     moved: Moved,
     patience: Patience,
     stop: threading.Event,
@@ -77,10 +91,16 @@ def _write_file(
     free = storage.free_bytes()
     if free is not None:
         what += f" ({readable_size(free)} were free there)"
-    with slot.data[file.offset : file.offset + file.length] as data:
+
+    def crc_of(offset: int, run: memoryview) -> int:
+        return slot_digest.read(file.offset + offset, run)
+
+    end = file.offset + file.length
+    with slot.data[file.offset : end] as data, slot.data[end : align(end)] as padding:
         digest = persistently(
-            what, lambda: storage.write(path, data, WRITERS, moved), patience, stop
+            what, lambda: storage.write(path, data, WRITERS, moved, crc_of), patience, stop
         )
+        slot_digest.read(end, padding)
     return FileEntry(file.name, file.length, digest, part)
 
 

@@ -20,11 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from crc32c import crc32c
-
 from holdfast.checkpoint.digests import chunks_of, combine
 from holdfast.checkpoint.memory import low_priority
-from holdfast.checkpoint.storage_port import HIDDEN, Moved, readable_size
+from holdfast.checkpoint.storage_port import HIDDEN, CrcOf, Moved, crc_of, readable_size
 from holdfast.model.errors import RetryableError
 
 _PAGE = 4096
@@ -48,13 +46,18 @@ class PosixStorage:
         return str(self._root / path)
 
     def write(
-        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+        self,
+        path: str,
+        data: memoryview,
+        writers: int,
+        moved: Moved = lambda size: None,
+        crc_of: CrcOf = crc_of,
     ) -> int:
         place = self._root / path
         place.parent.mkdir(parents=True, exist_ok=True)
         with _draft_of(place) as draft, _opened_for_writing(draft, len(data)) as fd:
             body = len(data) // _PAGE * _PAGE
-            crcs = _write_chunks(fd, data, body, writers, moved)
+            crcs = _write_chunks(fd, data, body, writers, moved, crc_of)
             if body < len(data):
                 _leave_direct(fd)  # It takes whole pages only.
                 _write_all(fd, data[body:], body)
@@ -238,13 +241,15 @@ def _set_aside(fd: int, size: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def _write_chunks(fd: int, data: memoryview, body: int, writers: int, moved: Moved) -> list[int]:
+def _write_chunks(
+    fd: int, data: memoryview, body: int, writers: int, moved: Moved, crc_of: CrcOf
+) -> list[int]:
     """Write the whole pages of the data, and check all of it; returns the chunks' CRC-32Cs."""
 
     def write_chunk(chunk: tuple[int, int]) -> int:
         offset, size = chunk
         with data[offset : offset + size] as view:
-            crc = int(crc32c(view))
+            crc = crc_of(offset, view)
             _write_all(fd, view[: max(0, body - offset)], offset)
         moved(size)
         return crc

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from crc32c import crc32c
+
 from holdfast.model.errors import RejectedError, RetryableError
 
 HIDDEN = ".holdfast"
@@ -24,6 +26,15 @@ Result = TypeVar("Result")
 
 Moved = Callable[[int], None]
 """Told how many more bytes have gone to a storage."""
+
+CrcOf = Callable[[int, memoryview], int]
+"""Computes the CRC-32C of a run of bytes that begins at this offset of a file."""
+
+
+def crc_of(offset: int, run: memoryview) -> int:
+    """That of the bytes, wherever they are."""
+    return int(crc32c(run))
+
 
 TRANSIENT = frozenset(
     {
@@ -68,11 +79,17 @@ class Storage(Protocol):
         """The whole name, for messages."""
 
     def write(
-        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+        self,
+        path: str,
+        data: memoryview,
+        writers: int,
+        moved: Moved = lambda size: None,
+        crc_of: CrcOf = crc_of,
     ) -> int:
         """A new file with this content, replacing one of that name; returns its digest.
 
-        `moved` is told of every run of bytes that has gone there, in whichever thread.
+        Every run of bytes is given to `crc_of` before it goes there, and told to `moved` after
+        that, in whichever thread.
         """
 
     def put(self, path: str, content: bytes) -> None:

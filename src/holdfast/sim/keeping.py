@@ -17,7 +17,7 @@ from holdfast.checkpoint.digests import read_sidecar
 from holdfast.checkpoint.manifest import list_committed, read_manifest
 from holdfast.checkpoint.posix import PosixStorage
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
-from holdfast.checkpoint.storage_port import HIDDEN, Moved
+from holdfast.checkpoint.storage_port import HIDDEN, CrcOf, Moved, crc_of
 from holdfast.model.checkpoint import NONE, Series, Shape, Version
 from holdfast.model.errors import StateError
 from holdfast.sim.checkers import Checkers
@@ -108,12 +108,17 @@ class SharedStorage(PosixStorage):
         return max((committed.version for committed in list_committed(self, SERIES)), default=NONE)
 
     def write(
-        self, path: str, data: memoryview, writers: int, moved: Moved = lambda size: None
+        self,
+        path: str,
+        data: memoryview,
+        writers: int,
+        moved: Moved = lambda size: None,
+        crc_of: CrcOf = crc_of,
     ) -> int:
         lineage, step, _ = bytes(data).decode(errors="replace").splitlines()[-1].split()
         self._versions[_attempt(path)] = Version(int(lineage), int(step))
         self._require_order(path)
-        return super().write(path, data, writers, moved)
+        return super().write(path, data, writers, moved, crc_of)
 
     def put(self, path: str, content: bytes) -> None:
         self._require_order(path)

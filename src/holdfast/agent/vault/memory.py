@@ -12,7 +12,13 @@ from pathlib import Path
 
 from holdfast.agent.vault.means import Means
 from holdfast.checkpoint.arena import Busy, Held, PartKey, Pin
-from holdfast.checkpoint.digests import Sidecar, digest_of, read_sidecar, write_sidecar
+from holdfast.checkpoint.digests import (
+    Sidecar,
+    digest_beside,
+    digest_of,
+    read_sidecar,
+    write_sidecar,
+)
 from holdfast.checkpoint.maps import SlotMaps
 from holdfast.checkpoint.slots import Slot, SlotMeta
 from holdfast.model.checkpoint import Holding, Version
@@ -20,6 +26,9 @@ from holdfast.model.errors import RejectedError, StateError
 
 ROOM_S = 60.0
 """How long a save waits for a slot that is being read."""
+
+NOT_SEALED = "its memory slot is not sealed any more"
+CHANGED = "the bytes in its memory slot have changed since they were saved"
 
 
 class Memory:
@@ -65,12 +74,12 @@ class Memory:
 
     def _digest(self, path: Path, version: Version) -> int:
         sidecar = self._sidecars.get(path)
-        if sidecar is None or sidecar.version != version:
-            sidecar = read_sidecar(path)
-        if sidecar is None or sidecar.version != version:
-            return -1
-        self._sidecars[path] = sidecar
-        return sidecar.data
+        if sidecar is not None and sidecar.version == version:
+            return sidecar.data
+        digest = digest_beside(path, version)
+        if digest >= 0:
+            self._sidecars[path] = Sidecar(version, digest)
+        return digest
 
     # ---- room -----------------------------------------------------------------------------------
 
@@ -230,10 +239,6 @@ def compare_slot(maps: SlotMaps, path: Path, version: Version) -> str:
     with maps.reading(path) as slot:
         meta = slot.read()
         if meta is None or meta.version != version:
-            return "its memory slot is not sealed any more"
-        sidecar = read_sidecar(path)
-        if sidecar is None or sidecar.version != version:
-            return ""
-        if _data_digest(slot, meta) != sidecar.data:
-            return "the bytes in its memory slot have changed since they were saved"
-        return ""
+            return NOT_SEALED
+        known = digest_beside(path, version)
+        return CHANGED if known >= 0 and known != _data_digest(slot, meta) else ""

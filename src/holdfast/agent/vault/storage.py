@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 
 from holdfast.agent.vault.means import Means
-from holdfast.agent.vault.memory import compare_slot
+from holdfast.agent.vault.memory import CHANGED, NOT_SEALED
 from holdfast.checkpoint.commit import commit
+from holdfast.checkpoint.digests import digest_beside
 from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
 from holdfast.checkpoint.persist import load_part, part_length, write_part
 from holdfast.checkpoint.places import abandon, clean_leftovers
@@ -81,21 +82,19 @@ class Depot:
 
         def write(path: Path) -> tuple[FileEntry, ...]:
             with self._means.maps.reading(path) as slot:
-                return write_part(storage, series, attempt, slot, stop=self._stop, moved=moved)
+                if slot.version != version:
+                    raise StateError(NOT_SEALED)
+                part = write_part(storage, series, attempt, slot, stop=self._stop, moved=moved)
+            # The manifest will vouch for these bytes: they must be those that were saved.
+            if digest_beside(path, version) not in (-1, part.digest):
+                raise StateError(CHANGED)
+            return part.files
 
         written: list[FileEntry] = []
         for path in paths.values():
             began = loop.time()
-            # The manifest will vouch for the bytes that are read now: they must be those that were
-            # saved.
-            entries, problem = await asyncio.gather(
-                self._means.quietly(write, path),
-                self._means.quietly(compare_slot, self._means.maps, path, version),
-            )
-            if problem:
-                raise StateError(problem)
+            written += await self._means.quietly(write, path)
             tally.written(loop.time() - began)
-            written += entries
         return tuple(written)
 
     async def commit(self, order: c.CommitOrder) -> None:
