@@ -24,7 +24,12 @@ WAIT_S = 120.0
 
 def run(*starter: str) -> "subprocess.Popen[str]":
     command = [*starter, sys.executable, "-c", PROGRAM]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # The tests themselves may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(
