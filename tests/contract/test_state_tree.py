@@ -73,6 +73,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 VALUES: dict[str, object] = {
     "none": None,
     "numbers": [True, 0, -1, 2**63 - 1, -(2**63), 2**200, -(2**200), 0.1, -0.0, 5e-324],
+    "whole numbers": (0, 2**63 - 1, -(2**63), 2**200),
     "not finite": [math.inf, -math.inf, math.nan],
     "complex": complex(-0.0, math.inf),
     "text": ["", "häß", "\ud800", "\0"],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Checkpointer of a plain program, with the saver process that it starts for itself."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -119,6 +120,22 @@ def test_training_goes_on_as_if_nothing_had_happened(
     assert other.model.first.weight is other.model.last.weight
     other.step()
     assert other.state() == expected
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_save_leaves_the_garbage_collector_as_it_was(
+    checkpointer: Checkpointer, is_enabled: bool
+) -> None:
+    """It does without it meanwhile; many trainings do without it all the time."""
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        Training(1).save(checkpointer, 0)
+        with pytest.raises(UsageError):
+            checkpointer.save(1, extra=print)
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_load_changes_live_tensors_in_place_and_nothing_aliases_the_slot(

@@ -25,8 +25,8 @@ from holdfast.model.world import World
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import data as d
 from holdfast.protocol import messages as m
+from holdfast.runtime.collector import without_collector
 from holdfast.sim.checkers import Violation
-from holdfast.sim.collector import without_collector
 from holdfast.sim.control import FOREVER_S, failed_worker, spec_without_beats
 from holdfast.sim.failures import Fault
 from holdfast.sim.ledger_checker import LedgerChecker

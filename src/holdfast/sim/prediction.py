@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.model.use import Use
+from holdfast.runtime.collector import without_collector
 from holdfast.sim import failures, traces
-from holdfast.sim.collector import without_collector
 from holdfast.sim.control import Control, CoreControl, RulesControl
 from holdfast.sim.failures import DAY_S, HOUR_S, Fault
 from holdfast.sim.goodput import Cluster, Job

@@ -17,6 +17,7 @@ import torch
 
 from holdfast.model.checkpoint import SHARED, Series, Shape, rank_part
 from holdfast.model.errors import UsageError
+from holdfast.runtime.collector import without_collector
 from holdfast.torch import state
 from holdfast.torch.files import Files, FilesLoading, LoadedFiles, to_images
 from holdfast.torch.following import DataSource, Followers
@@ -114,6 +115,8 @@ class Checkpointer:
 
     # ---- saving ---------------------------------------------------------------------------------
 
+    # With torch loaded, the collector takes longer to look at all objects than a save does.
+    @without_collector()
     def save(
         self,
         step: int,
@@ -220,7 +223,7 @@ class Checkpointer:
         loading = StateLoading(
             model, optimizer, lambda: session.sharded, session.copier, self._timeout_s, allow_pickle
         )
-        plan, parts = session.agree(loading, -1 if step is None else _checked(step))
+        plan, parts = session.agree(loading, _wanted(step))
         loaded: int | None = None
         if parts is not None:
             try:
@@ -249,7 +252,7 @@ class Checkpointer:
         self._followers.expect_own_state()
         session = self._opened()
         loading = FilesLoading(parts)
-        _, opened = session.agree(loading, -1 if step is None else _checked(step))
+        _, opened = session.agree(loading, _wanted(step))
         self._followers.restored()
         return None if opened is None else loading.files(opened)
 

@@ -115,11 +115,9 @@ def tensor_at(
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The row-major bytes of a tensor without copying it; None if they do not lie in a row."""
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tensor.detach().reshape(-1).view(torch.uint8)
+def lies_in_a_row(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is, byte for byte, what its row-major file would be."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def fill(image: Image, target: memoryview) -> None:
@@ -133,11 +131,10 @@ def fill(image: Image, target: memoryview) -> None:
 def fill_hole(hole: Hole, target: memoryview) -> None:
     """Write the bytes of one tensor, whatever its strides."""
     tensor = hole.tensor.detach()
-    raw = raw_bytes(tensor)
-    if raw is None:
+    if lies_in_a_row(tensor):
+        tensor = tensor.reshape(-1).view(torch.uint8)  # Not every dtype knows how to be copied.
+    if tensor.numel():
         tensor_at(target, hole.offset, tensor.dtype, tensor.shape).copy_(tensor)
-    elif raw.numel():
-        tensor_at(target, hole.offset, torch.uint8, raw.shape).copy_(raw)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ from holdfast.torch.images import (
     Image,
     bytes_image,
     dtype_name,
-    raw_bytes,
+    lies_in_a_row,
     safetensors_image,
     tensor_at,
 )
@@ -183,7 +183,7 @@ class _Fit:
         for entry, target in self._copies:
             if entry.length == 0:
                 continue
-            if target.device.type == "cpu" and raw_bytes(target) is not None:
+            if target.device.type == "cpu" and lies_in_a_row(target):
                 yield self._document.copy(entry, target)
             else:
                 yield _strided(self._document.data, entry, target)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.checkpoint.copier import Copy, Task
-from holdfast.torch.images import Hole, fill_hole, raw_bytes, tensor_at
+from holdfast.torch.images import Hole, fill_hole, lies_in_a_row, tensor_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ def _host_task(placed: Placed) -> Task | None:
     hole = placed.hole
     if hole.tensor.nbytes == 0:
         return None
-    if raw_bytes(hole.tensor) is None:
-        return lambda: fill_hole(hole, placed.file)
-    return Copy(hole.tensor.data_ptr(), placed.address + hole.offset, hole.tensor.nbytes)
+    if lies_in_a_row(hole.tensor):
+        return Copy(hole.tensor.data_ptr(), placed.address + hole.offset, hole.tensor.nbytes)
+    return lambda: fill_hole(hole, placed.file)
 
 
 class Event(Protocol):
@@ -131,10 +131,10 @@ class DeviceStager:
             self._accelerator.unpin(address)
 
     def stage(self, placed: Sequence[Placed]) -> Staged:
-        on_device = [item for item in placed if item.hole.tensor.device.type != "cpu"]
+        on_device = [item for item in placed if not item.hole.tensor.is_cpu]
         if not on_device:
             return self._host.stage(placed)
-        on_host = [item for item in placed if item.hole.tensor.device.type == "cpu"]
+        on_host = [item for item in placed if item.hole.tensor.is_cpu]
         if self._accelerator is None:
             self._accelerator = self._make_accelerator()
         for address in self._mapped.keys() - self._pinned:

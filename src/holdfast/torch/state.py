@@ -13,7 +13,7 @@ import enum
 import functools
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -136,13 +136,17 @@ class Flattener:
         if kind is int or kind is float or kind is str or kind is complex:
             return _scalar(value)
         if kind is list:
-            return [self.tree(item, (*path, i)) for i, item in enumerate(value)]
+            return self._items(value, path)
         if kind in _MAPPINGS:
             return self._mapping(_MAPPINGS[kind], value, path)
         if kind in _SEQUENCES:
-            items = [self.tree(item, (*path, i)) for i, item in enumerate(value)]
-            return {_SEQUENCES[kind]: items}
+            return {_SEQUENCES[kind]: self._items(value, path)}
         return self._rarer(value, path)
+
+    def _items(self, value: Collection[Any], path: Path) -> list[Tree]:
+        if set(map(type, value)) == {int}:  # Python's own random numbers are 625 of them.
+            return [_scalar(item) for item in value]
+        return [self.tree(item, (*path, i)) for i, item in enumerate(value)]
 
     def _mapping(self, tag: str, value: Mapping[object, object], path: Path) -> Tree:
         if all(type(key) is str and _is_text(key) for key in value):
@@ -402,6 +406,8 @@ def _float_of(text: str) -> float:
 
 def _is_text(value: Any) -> bool:
     """Whether it can be written as UTF-8: half a surrogate pair cannot."""
+    if value.isascii():
+        return True
     try:
         value.encode()
     except UnicodeEncodeError:

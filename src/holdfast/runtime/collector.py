@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python's garbage collector, left out of runs that make many objects and no cycles."""
+"""Python's garbage collector, left out of what makes many objects and no cycles."""
 
 import gc
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """A round of a large job makes tens of thousands of objects: the collector finds nothing."""
+    """Tens of thousands of new objects make the collector look at all there are, for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
