@@ -3,11 +3,12 @@
 
 import os
 import random
+import time
 
 import pytest
 from crc32c import crc32c
 
-from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Copy, CopyWithCrc
+from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Copy, CopyWithCrc, Pace
 from holdfast.checkpoint.digests import CHUNK, digest_of
 from holdfast.checkpoint.filling import Filling
 from holdfast.checkpoint.memory import address_of
@@ -39,8 +40,9 @@ LENGTHS = [1, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 12_345]
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("pace", [0.0, 2e9])
 def test_the_digest_is_that_of_what_is_there_afterwards(
-    copy: CopyWithCrc, length: int, share: float
+    copy: CopyWithCrc, length: int, share: float, pace: float
 ) -> None:
     """`share` of the bytes are copied, in pieces of any size and any order; the rest was there."""
     numbers = random.Random(length)
@@ -57,7 +59,7 @@ def test_the_digest_is_that_of_what_is_there_afterwards(
     filling = Filling(copy, memoryview(target), target_address, length)
     assert filling.digest == -1
     copier = Copier(threads=2)
-    copier.run(filling.tasks(copies), WAIT_S)
+    copier.run(filling.tasks(copies, Pace(pace)), WAIT_S)
     copier.close()
     assert target == expected
     assert filling.digest == digest_of(expected[:length])
@@ -70,7 +72,7 @@ def test_each_slot_takes_the_copies_that_go_to_it(copy: CopyWithCrc) -> None:
     for target, address in zip(targets, addresses, strict=True):
         filling = Filling(copy, memoryview(target), address, 1000)
         copier = Copier(threads=1)
-        copier.run(filling.tasks(copies), WAIT_S)
+        copier.run(filling.tasks(copies, Pace()), WAIT_S)
         copier.close()
         assert filling.digest == digest_of(source)
     assert targets == [source, source]
@@ -79,8 +81,24 @@ def test_each_slot_takes_the_copies_that_go_to_it(copy: CopyWithCrc) -> None:
 def test_a_digest_is_not_known_before_all_chunks_are_there(copy: CopyWithCrc) -> None:
     target = bytearray(2 * CHUNK)
     filling = Filling(copy, memoryview(target), address_of(memoryview(target)), len(target))
-    for task in filling.tasks([]):
+    for task in filling.tasks([], Pace()):
         assert filling.digest == -1
         assert callable(task)
         task()
     assert filling.digest == digest_of(target)
+
+
+def test_a_pace_is_kept_until_somebody_waits(copy: CopyWithCrc) -> None:
+    """As fast as it can, this takes a few milliseconds."""
+    pace = Pace(1e9)
+    source, target = bytes(4 * CHUNK), bytearray(4 * CHUNK)
+    address = address_of(memoryview(target))
+    filling = Filling(copy, memoryview(target), address, len(target))
+    copies = [Copy(address_of(memoryview(source)), address, len(target))]
+    began = time.monotonic()
+    for task in filling.tasks(copies, pace):
+        assert callable(task)
+        task()
+    assert time.monotonic() - began > 0.5 * len(target) / 1e9
+    pace.hurry()
+    assert pace.bytes_per_s == 0

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.checkpoint.copier import Pace
 from holdfast.torch import Checkpointer
 from holdfast.torch.images import Hole, Leaf, fill, safetensors_image, tensor_at
-from holdfast.torch.overlap import BackgroundSave, Gate
+from holdfast.torch.overlap import GENTLE_BYTES_PER_S, BackgroundSave, Gate, gentle_pace
 from holdfast.torch.staging import DeviceStager, Event, HostStager, Placed
 from holdfast.torch.zip_image import memory_file
+from tests.waiting import until
 
 WAIT_S = 120.0
 
@@ -27,6 +29,7 @@ class Slow:
         self.tensor = torch.ones(4)
         self.copied: list[list[float]] = []
         self.sealed = threading.Event()
+        self.pace = Pace(1e9)
 
     def copy(self) -> None:
         assert self.may_copy.wait(WAIT_S)
@@ -44,7 +47,7 @@ class Slow:
 
     def start(self, timeout_s: float = WAIT_S) -> BackgroundSave:
         holes = [Hole(0, self.tensor, "model.weight")]
-        return BackgroundSave(holes, self, self.tasks, self.sealed.set, timeout_s)
+        return BackgroundSave(holes, self, self.tasks, self.pace, self.sealed.set, timeout_s)
 
 
 def test_the_optimizer_waits_for_the_copy_and_only_then_changes_the_weights() -> None:
@@ -67,6 +70,27 @@ def test_the_optimizer_waits_for_the_copy_and_only_then_changes_the_weights() ->
     assert weight.tolist() == [0, 0, 0, 0]
     assert slow.sealed.is_set()
     gate.close()
+
+
+def test_a_copy_hurries_once_somebody_waits_for_it() -> None:
+    slow = Slow()
+    save = slow.start()
+    assert (slow.pace.bytes_per_s, save.room_s) == (1e9, 0)
+    change = threading.Thread(target=save.let_change)
+    change.start()
+    until(lambda: slow.pace.bytes_per_s == 0, WAIT_S)
+    room_s = save.room_s
+    assert room_s > 0
+    slow.may_copy.set()
+    change.join(WAIT_S)
+    save.wait()
+    assert save.room_s == room_s
+
+
+def test_a_copy_takes_half_of_the_time_that_it_has_if_it_must() -> None:
+    assert gentle_pace(10**9, room_s=0.0).bytes_per_s == 0  # The first: nobody knows.
+    assert gentle_pace(10**9, room_s=60.0).bytes_per_s == GENTLE_BYTES_PER_S
+    assert gentle_pace(10**9, room_s=0.1).bytes_per_s == 2e10
 
 
 def test_a_load_into_the_model_waits_too() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier
+from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Pace
 from holdfast.checkpoint.digests import CHUNK, Sidecar, digest_of, read_sidecar
 from holdfast.checkpoint.slots import Slot
 from holdfast.client.vault import VaultClient
@@ -49,7 +49,7 @@ def write(writer: PartWriter, copier: Copier, tensors: list[torch.Tensor], overl
     begun = writer.begin(0, {PART: images}, SHAPE, persist=False)
     if overlap:
         writer.copy_early(begun)
-        staged, tasks = writer.stage(begun, begun.placed(early=False))
+        staged, tasks = writer.stage(begun, begun.placed(early=False), Pace())
         copier.run(tasks, WAIT_S)
         staged.finish()
     else:

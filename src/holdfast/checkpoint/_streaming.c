@@ -13,14 +13,19 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
 #define LINE 64
 #define AHEAD 1024  // How far before its use a line is asked for.
+#define LINES_AT_ONCE 8  // Between two pauses of a copy that takes its time.
+#define LINES_A_LOOK 2048  // Between two looks at the clock.
+#define PAUSES_MAX 64
 #define WITH_CRC __attribute__((target("sse4.2,pclmul")))
 
 // The bytes are a polynomial over GF(2), and its CRC is a remainder. Bits that stand n places before
@@ -52,12 +57,18 @@ WITH_CRC static uint32_t copy_few(char *target, const char *source, size_t lengt
     return crc;
 }
 
-// One line or more; the target begins with a line.
-WITH_CRC static uint32_t copy_lines(char *target, const char *source, size_t lines, uint32_t crc)
+// One line or more; the target begins with a line. Waits for `pauses` after every few lines.
+WITH_CRC static uint32_t copy_lines(char *target, const char *source, size_t lines, uint32_t crc,
+                                    int pauses)
 {
     const __m128i factors = FOLD_BY_64;
     __m128i a = _mm_cvtsi32_si128((int)crc), b = _mm_setzero_si128(), c = b, d = b;
     for (size_t line = 0; line < lines; line++, target += LINE, source += LINE) {
+        if (pauses > 0 && line % LINES_AT_ONCE == 0) {
+            for (int left = pauses; left > 0; left--) {
+                _mm_pause();
+            }
+        }
         // Never faults, so it may look past the end. NTA: nor need the source stay in the caches.
         _mm_prefetch((const char *)((uintptr_t)source + AHEAD), _MM_HINT_NTA);
         __m128i next_a = _mm_loadu_si128((const __m128i *)source);
@@ -80,8 +91,37 @@ WITH_CRC static uint32_t copy_lines(char *target, const char *source, size_t lin
     return (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(a, 1));
 }
 
+static double seconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+// At about `pace` bytes a second, in steps that are short even for memory. How long a pause takes
+// differs from one processor to the next, so their number follows the clock.
+WITH_CRC static uint32_t copy_at_pace(char *target, const char *source, size_t lines, uint32_t crc,
+                                      double pace)
+{
+    static _Thread_local int pauses = 0;
+    double began = seconds_now();
+    while (lines > 0) {
+        size_t next = lines < LINES_A_LOOK ? lines : LINES_A_LOOK;
+        crc = copy_lines(target, source, next, crc, pauses);
+        double ended = seconds_now();
+        bool is_fast = (double)(next * LINE) > pace * (ended - began);
+        if (is_fast && pauses < PAUSES_MAX) {
+            pauses++;
+        } else if (!is_fast && pauses > 0) {
+            pauses--;
+        }
+        target += next * LINE, source += next * LINE, lines -= next, began = ended;
+    }
+    return crc;
+}
+
 WITH_CRC static uint32_t copy_past_caches(char *target, const char *source, size_t length,
-                                          uint32_t crc)
+                                          uint32_t crc, double pace)
 {
     size_t head = (size_t)(-(uintptr_t)target) % LINE;
     if (head > length) {
@@ -90,8 +130,10 @@ WITH_CRC static uint32_t copy_past_caches(char *target, const char *source, size
     size_t lines = (length - head) / LINE;
     size_t tail = head + lines * LINE;
     crc = copy_few(target, source, head, ~crc);
-    if (lines > 0) {
-        crc = copy_lines(target + head, source + head, lines, crc);
+    if (lines > 0 && pace > 0) {
+        crc = copy_at_pace(target + head, source + head, lines, crc, pace);
+    } else if (lines > 0) {
+        crc = copy_lines(target + head, source + head, lines, crc, 0);
     }
     crc = copy_few(target + tail, source + tail, length - tail, crc);
     // Streaming stores may be seen late and out of order: whoever seals a slot comes after this.
@@ -106,9 +148,10 @@ static int has_what_it_takes(void)
 
 #else
 
-static uint32_t copy_past_caches(char *target, const char *source, size_t length, uint32_t crc)
+static uint32_t copy_past_caches(char *target, const char *source, size_t length, uint32_t crc,
+                                 double pace)
 {
-    (void)target, (void)source, (void)length;
+    (void)target, (void)source, (void)length, (void)pace;
     return crc;
 }
 
@@ -125,7 +168,8 @@ static PyObject *copy(PyObject *module, PyObject *args)
     unsigned long long target, source;
     Py_ssize_t length;
     unsigned int crc = 0;
-    if (!PyArg_ParseTuple(args, "KKn|I", &target, &source, &length, &crc)) {
+    double pace = 0;
+    if (!PyArg_ParseTuple(args, "KKn|Id", &target, &source, &length, &crc, &pace)) {
         return NULL;
     }
     if (length < 0) {
@@ -133,7 +177,7 @@ static PyObject *copy(PyObject *module, PyObject *args)
     }
     Py_BEGIN_ALLOW_THREADS
     crc = copy_past_caches((char *)(uintptr_t)target, (const char *)(uintptr_t)source,
-                           (size_t)length, crc);
+                           (size_t)length, crc, pace);
     Py_END_ALLOW_THREADS
     return PyLong_FromUnsignedLong(crc);
 }
@@ -150,8 +194,9 @@ static int check_machine(PyObject *module)
 
 static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS,
-     "copy(target_address, source_address, length, crc=0): the CRC-32C of these bytes, behind\n"
-     "others whose CRC-32C is `crc`. The two must not overlap."},
+     "copy(target_address, source_address, length, crc=0, pace=0): the CRC-32C of these bytes,\n"
+     "behind others whose CRC-32C is `crc`. The two must not overlap. With `pace`, not faster than\n"
+     "so many bytes a second."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -37,9 +37,26 @@ It lets go of Python's lock meanwhile.
 
 
 class CopyWithCrc(Protocol):
-    """The same, which goes on with the CRC-32C of bytes before these and returns that of both."""
+    """The same, which goes on with the CRC-32C of bytes before these and returns that of both.
 
-    def __call__(self, target: int, source: int, length: int, crc: int = 0, /) -> int: ...
+    With a pace: about so many bytes a second, evenly down to the single line of a cache.
+    """
+
+    def __call__(
+        self, target: int, source: int, length: int, crc: int = 0, pace: float = 0.0, /
+    ) -> int: ...
+
+
+class Pace:
+    """How fast a thread copies: slowly beside others who need the memory, until somebody waits."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        """0: as fast as it can."""
+        self.bytes_per_s = bytes_per_s
+
+    def hurry(self) -> None:
+        """As fast as it can from now on."""
+        self.bytes_per_s = 0.0
 
 
 def streaming_copy(extension: str = STREAMING) -> CopyWithCrc | None:

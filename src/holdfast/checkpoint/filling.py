@@ -11,7 +11,7 @@ from functools import partial
 
 from crc32c import crc32c
 
-from holdfast.checkpoint.copier import Copy, CopyWithCrc, Task
+from holdfast.checkpoint.copier import Copy, CopyWithCrc, Pace, Task
 from holdfast.checkpoint.digests import CHUNK, chunks_of, combine
 
 _Piece = tuple[int, int, int]
@@ -29,14 +29,14 @@ class Filling:
         self._chunks = list(chunks_of(length))
         self._crcs = [-1] * len(self._chunks)
 
-    def tasks(self, copies: Sequence[Copy]) -> list[Task]:
+    def tasks(self, copies: Sequence[Copy], pace: Pace) -> list[Task]:
         """Those of the copies that go into this slot, as a task for each chunk.
 
         They must be the last to come: all other bytes are read from where they stand by then.
         """
         end = self._address + sum(size for _, size in self._chunks)
         here = [copy for copy in copies if self._address <= copy.target_address < end]
-        return [partial(self._fill, *cut) for cut in enumerate(self._cut(here))]
+        return [partial(self._fill, pace, *cut) for cut in enumerate(self._cut(here))]
 
     @property
     def digest(self) -> int:
@@ -56,12 +56,12 @@ class Filling:
                 offset, source = offset + size, source + size
         return pieces
 
-    def _fill(self, number: int, pieces: list[_Piece]) -> None:
+    def _fill(self, pace: Pace, number: int, pieces: list[_Piece]) -> None:
         at, size = self._chunks[number]
         end, crc = at + size, 0
         for offset, source, length in pieces:
             crc = self._read(at, offset, crc)
-            crc = self._copy(self._address + offset, source, length, crc)
+            crc = self._copy(self._address + offset, source, length, crc, pace.bytes_per_s)
             at = offset + length
         self._crcs[number] = self._read(at, end, crc)
 

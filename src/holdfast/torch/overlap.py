@@ -8,6 +8,7 @@ hooks, its version counter tells: the slot is then not sealed, and the save befo
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,24 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.checkpoint.copier import CopyJob, Task
+from holdfast.checkpoint.copier import CopyJob, Pace, Task
 from holdfast.model.errors import HoldfastError, TimedOutError
 from holdfast.torch.images import Hole
 from holdfast.torch.staging import Staged
 
 log = logging.getLogger(__name__)
+
+GENTLE_BYTES_PER_S = 5e9
+"""A copy as fast as it can makes others wait for memory: it costs the training beside it twice as
+much as one at this pace does. Still slower ones cost no less."""
+
+
+def gentle_pace(length: int, room_s: float) -> Pace:
+    """For a copy of so many bytes, where the training gave the one before it `room_s` seconds.
+
+    It must not be late for the next step: it shall be over in half of that time. 0: nobody knows.
+    """
+    return Pace(max(GENTLE_BYTES_PER_S, 2 * length / room_s)) if room_s > 0 else Pace()
 
 
 class _Handle(Protocol):
@@ -47,17 +60,22 @@ class BackgroundSave:
         holes: Sequence[Hole],
         staged: Staged,
         tasks: Sequence[Task],
+        pace: Pace,
         seal: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """`tasks` are the host copies of what is staged.
+        """`tasks` are the host copies of what is staged, at this pace until somebody waits.
 
         `seal` is called in the background when all is copied and nothing had changed.
         """
         self._work: _Work | None = _Work(
             holes, [_version(hole.tensor) for hole in holes], staged, CopyJob(tasks), seal
         )
+        self._pace = pace
         self._timeout_s = timeout_s
+        self._began = time.monotonic()
+        self.room_s = 0.0
+        """How long nobody waited for it; 0 as long as nobody does."""
         self._check = threading.Lock()
         self._is_checked = False
         self.problem = ""
@@ -68,6 +86,7 @@ class BackgroundSave:
 
     def let_change(self) -> None:
         """Called before tensors change: wait for the copies that are not done yet."""
+        self._hurry()
         work = self._work
         if work is None:
             return
@@ -81,9 +100,14 @@ class BackgroundSave:
 
     def wait(self) -> None:
         """Until it is a checkpoint, or is known not to become one."""
+        self._hurry()
         self._thread.join(2 * self._timeout_s)
         if self._thread.is_alive():
             self._give_up(f"it was not over within {2 * self._timeout_s:g} s")
+
+    def _hurry(self) -> None:
+        self.room_s = self.room_s or time.monotonic() - self._began
+        self._pace.hurry()
 
     def _run(self) -> None:
         work = self._work

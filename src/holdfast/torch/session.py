@@ -28,7 +28,7 @@ from holdfast.torch.after import AfterCommit
 from holdfast.torch.following import Followers
 from holdfast.torch.images import Image
 from holdfast.torch.mappings import MappedSlots
-from holdfast.torch.overlap import BackgroundSave, Gate
+from holdfast.torch.overlap import BackgroundSave, Gate, gentle_pace
 from holdfast.torch.policies import Every, Keep, Schedule
 from holdfast.torch.randomness import rng_state
 from holdfast.torch.restore import Loading, Parts, agree
@@ -87,6 +87,8 @@ class Session:
         self._shared = shared
         self._timeout_s = timeout_s
         self._gate = Gate()
+        #: How long the training let the last save in the background copy.
+        self._room_s = 0.0
         self._followers = followers
 
     @cached_property
@@ -201,6 +203,7 @@ class Session:
         save, self._gate.save = self._gate.save, None
         if save is not None:
             save.wait()
+            self._room_s = save.room_s
 
     def close(self) -> None:
         """End everything in this process."""
@@ -213,11 +216,13 @@ class Session:
 
     def _in_background(self, begun: BegunStep, waited_s: float) -> BackgroundSave:
         late = begun.placed(early=False)
-        staged, tasks = self._writer.stage(begun, late)
+        pace = gentle_pace(sum(item.hole.tensor.nbytes for item in late), self._room_s)
+        staged, tasks = self._writer.stage(begun, late, pace)
         return BackgroundSave(
             [item.hole for item in late],
             staged,
             tasks,
+            pace,
             lambda: self._seal(begun, waited_s),
             self._timeout_s,
         )

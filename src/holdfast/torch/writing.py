@@ -8,7 +8,7 @@ The steps are apart so that the copy can run in the background: `begin` gives wh
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Copy, CopyWithCrc, Task
+from holdfast.checkpoint.copier import COPY_WITH_CRC, Copier, Copy, CopyWithCrc, Pace, Task
 from holdfast.checkpoint.filling import Filling
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.client.vault import VaultClient
@@ -118,14 +118,16 @@ class PartWriter:
 
     def copy_all(self, step: BegunStep) -> None:
         """Copy every tensor, with all threads there are."""
-        staged, tasks = self.stage(step, step.placed())
+        staged, tasks = self.stage(step, step.placed(), Pace())
         self._copier.run(tasks, self._timeout_s)
         staged.finish()
 
-    def stage(self, step: BegunStep, last: Sequence[Placed]) -> tuple[Staged, Sequence[Task]]:
+    def stage(
+        self, step: BegunStep, last: Sequence[Placed], pace: Pace
+    ) -> tuple[Staged, Sequence[Task]]:
         """Begin to copy the tensors that are not in their places yet; others run the tasks."""
         staged = self._stager.stage(last)
-        return staged, _with_digests(step, last, staged)
+        return staged, _with_digests(step, last, staged, pace)
 
     def seal(self, step: BegunStep, waited_s: float) -> None:
         """Everything is copied: make it a checkpoint. The training waited so long for it."""
@@ -152,7 +154,9 @@ class PartWriter:
         return Filling(self._copy_with_crc, slot.data, slot.address, meta.data_length)
 
 
-def _with_digests(step: BegunStep, placed: Sequence[Placed], staged: Staged) -> Sequence[Task]:
+def _with_digests(
+    step: BegunStep, placed: Sequence[Placed], staged: Staged, pace: Pace
+) -> Sequence[Task]:
     """The staged tasks, as such that give the digests of the parts if that is possible.
 
     It is not if some tensors are copied by torch or by an accelerator: their bytes may come last.
@@ -163,7 +167,7 @@ def _with_digests(step: BegunStep, placed: Sequence[Placed], staged: Staged) -> 
     fillings = [part.filling for part in step.parts if part.filling is not None]
     if len(fillings) < len(step.parts):
         return staged.tasks
-    return [task for filling in fillings for task in filling.tasks(copies)]
+    return [task for filling in fillings for task in filling.tasks(copies, pace)]
 
 
 def _length(images: Iterable[Image]) -> int:
