@@ -91,6 +91,7 @@ def run_holdfast(size: str, args: argparse.Namespace) -> dict[str, list[list[flo
         argv += ["--nproc-per-node", "1", "--max-restarts", str(RESTORES)]
         argv += [str(ROOT / "bench/toy_flash.py"), "--size", size, "--runs", str(args.runs)]
         argv += ["--restores", str(RESTORES), "--blocks", str(args.blocks)]
+        argv += ["--persists", str(args.persists)]
         argv += ["--dir", f"{folder}/saves", "--report", str(report)]
         argv += ["--warm-s", str(args.warm_s), "--idle-s", str(args.idle_s)]
         done = subprocess.run(
@@ -108,7 +109,7 @@ def run_holdfast(size: str, args: argparse.Namespace) -> dict[str, list[list[flo
         for line in report.read_text().splitlines():
             entry = json.loads(line)
             figures.setdefault(entry["name"], []).append(entry["values"])
-    if len(figures.get("persist", ())) < args.runs:
+    if len(figures.get("persist", ())) < args.persists:
         raise SystemExit(f"the worker ended before all was measured:\n{done.stdout[-3000:]}")
     return figures
 
@@ -174,7 +175,7 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
     added_s, error_s = added_to_a_step(figures, "save")
     copy_s, copy_error_s = added_to_a_step(figures, "copy")
     waits_s = _median_update_s(figures["step save"]) - _median_update_s(figures["step alone"])
-    persist = [100 * speed / limit for speed, limit, *_ in figures["persist"]]
+    persist, dd, fio, *_ = zip(*figures["persist"], strict=True)
     return [
         ("first save, blocking s", *_cell(one[0] for one in figures["first"])),
         ("later saves, blocking s", *_cell(pair[0] for pair in blocking)),
@@ -186,8 +187,9 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
         ("a bare memcpy by one thread adds, s", f"{copy_s:.3f} +- {copy_error_s:.3f}", "1"),
         ("a save adds, % of raw memcpy", f"{100 * added_s / raw_s:.1f}", "1"),
         ("the update waits for the copy, s", f"{waits_s:.3f}", "1"),
-        ("persist, % of O_DIRECT on the same disk", *_cell(persist)),
-        ("persist, GB/s", *_cell(one[0] / 1e9 for one in figures["persist"])),
+        ("persist, GB/s", *_cell(speed / 1e9 for speed in persist)),
+        ("dd with O_DIRECT on the same disk, GB/s", *_cell(speed / 1e9 for speed in dd)),
+        ("fio with O_DIRECT on the same disk, GB/s", *_cell(speed / 1e9 for speed in fio)),
         ("restore in a restarted worker, s", *_cell(one[0] for one in figures["restore"])),
         ("raw memcpy back, s", *_cell(one[1] for one in figures["restore"])),
         ("agent while idle, % of a core", *_cell(100 * one[0] for one in figures["idle"])),
@@ -236,13 +238,18 @@ def bars_of(size: str, figures: dict[str, list[list[float]]]) -> list[Bar]:
     later_s = statistics.median(pair[0] for pair in blocking)
     call_s = statistics.median(one[0] for one in figures["overlap call"])
     added_s, _ = added_to_a_step(figures, "save")
-    persist = statistics.median(speed / limit for speed, limit, *_ in figures["persist"])
+    persist, dd, fio, *_ = map(statistics.median, zip(*figures["persist"], strict=True))
     return [
         Bar(f"{size}: blocking / raw memcpy", ratio(blocking), 1.1, at_least=False),
         Bar(f"{size}: first save / later", figures["first"][0][0] / later_s, 1.25, at_least=False),
         Bar(f"{size}: overlap call, ms", 1e3 * call_s, 20, at_least=False),
         Bar(f"{size}: overlap, added / raw memcpy", added_s / raw_s, 0.1, at_least=False),
-        Bar(f"{size}: persist / O_DIRECT", persist, 0.85, at_least=True),
+        Bar(
+            f"{size}: persist / the better of dd and fio",
+            persist / max(dd, fio),
+            0.85,
+            at_least=True,
+        ),
         Bar(f"{size}: restore / memcpy", ratio(figures["restore"]), 1.2, at_least=False),
         Bar(f"{size}: agent idle, % of a core", 100 * figures["idle"][0][0], 1, at_least=False),
     ]
@@ -265,7 +272,9 @@ def measure_size(size: str, args: argparse.Namespace) -> tuple[list[Bar], dict[s
             (name, first, str(Spread.of(blocked[1:])), f"{later:.2f}", str(Spread.of(total[1:])))
         )
     blocking = figures["blocking"]
-    saved = [one[2] + one[3] / one[0] for one in figures["persist"]]
+    saved = [
+        blocked_s + size_bytes / speed for speed, _, _, blocked_s, size_bytes in figures["persist"]
+    ]
     rows.append(
         (
             "Holdfast",
@@ -299,6 +308,8 @@ def main() -> int:
     args.warm_s, args.idle_s, args.blocks = 20.0, 10.0, 1000
     if args.quick:
         args.sizes, args.runs, args.warm_s, args.idle_s, args.blocks = ["tiny"], 2, 3.0, 2.0, 40
+    # A disk that others use too stands still now and then: more of these than of the rest.
+    args.persists = 2 * args.runs + 1
     args.dir.mkdir(exist_ok=True)
     machine = describe_machine()
     print_machine(machine)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -67,7 +68,7 @@ class Life:
             self._report.add("blocking", self._save(MEMORY), raw_s)
         self._overlap()
         self._idle()
-        for _ in range(self._options.runs):
+        for _ in range(self._options.persists):
             self._persist()
         self._save(MEMORY)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -137,14 +138,25 @@ class Life:
         self._report.add("idle", (_cpu_s(agent) - before) / self._options.idle_s)
 
     def _persist(self) -> None:
-        """From memory to storage, committed and synced, beside fio and dd on the same disk."""
+        """From memory to storage, committed and synced; then dd and fio on the same disk."""
+        folder, size = self._options.dir, self._raw.bytes
+        self._optimizer.step()  # A training without steps would be taken for a hang.
+        for written in folder.glob("step-*"):
+            shutil.rmtree(written)
+        _let_disk_settle()
         blocked_s = self._save(STORAGE)
         committed_s = timed(lambda: self._checkpointer.wait())
-        size = self._raw.bytes
-        direct = max(
-            _dd_bytes_per_s(self._options.dir, size), _fio_bytes_per_s(self._options.dir, size)
-        )
-        self._report.add("persist", size / committed_s, direct, blocked_s, size)
+        _let_disk_settle()
+        dd = _dd_bytes_per_s(folder, size)
+        _let_disk_settle()
+        fio = _fio_bytes_per_s(folder, size)
+        self._report.add("persist", size / committed_s, dd, fio, blocked_s, size)
+
+
+def _let_disk_settle() -> None:
+    """Nobody pays for what the one before left to be written or freed."""
+    os.sync()
+    time.sleep(QUIET_S)
 
 
 def _cpu_s(pid: int) -> float:
@@ -189,6 +201,7 @@ def main() -> None:
     parser.add_argument("--size", required=True)
     parser.add_argument("--runs", type=int, required=True)
     parser.add_argument("--restores", type=int, required=True)
+    parser.add_argument("--persists", type=int, required=True)
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--report", type=Path, required=True)
