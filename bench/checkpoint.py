@@ -47,7 +47,7 @@ from toy_peer import TOKEN, VERSION
 PEERS = ("torch.save", "dcp.save", "dcp.async_save thread", "dcp.async_save process")
 PRIOR_ART = "prior art, memory"
 LIMIT_S = 1200.0
-RESTORES = 3
+RESTORES = 5
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 """The training must not get new memory at every step: its noise is larger than what we measure."""
 
@@ -177,7 +177,8 @@ def holdfast_rows(figures: dict[str, list[list[float]]]) -> list[tuple[str, str,
     waits_s = _median_update_s(figures["step save"]) - _median_update_s(figures["step alone"])
     persist, dd, fio, *_ = zip(*figures["persist"], strict=True)
     return [
-        ("first save, blocking s", *_cell(one[0] for one in figures["first"])),
+        ("first save, blocking s", *_cell(pair[0] for pair in figures["first"])),
+        ("raw memcpy right before it, s", *_cell(pair[1] for pair in figures["first"])),
         ("later saves, blocking s", *_cell(pair[0] for pair in blocking)),
         ("raw memcpy of the same bytes, s", *_cell(pair[1] for pair in blocking)),
         ("overlap: the call, s", *_cell(one[0] for one in figures["overlap call"])),
@@ -257,7 +258,7 @@ def bars_of(size: str, figures: dict[str, list[list[float]]]) -> list[Bar]:
 
 def measure_size(size: str, args: argparse.Namespace) -> tuple[list[Bar], dict[str, Any]]:
     """Everything for one size of state."""
-    peers = list(PEERS) + ([PRIOR_ART] if args.prior_art else [])
+    peers = [] if args.alone else list(PEERS) + ([PRIOR_ART] if args.prior_art else [])
     found = {name: run_peer(name, size, args) for name in peers}
     figures = run_holdfast(size, args)
     rows: list[tuple[str, ...]] = []
@@ -303,6 +304,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=ROOT / "bench/results", help="on this disk")
     parser.add_argument("--sizes", nargs="+", default=["2g", "4g"], choices=["tiny", "2g", "4g"])
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--alone", action="store_true", help="Holdfast only, none of the others")
     parser.add_argument("--prior-art", metavar="PYTHON", help="a Python that has dlrover")
     args = parser.parse_args()
     args.warm_s, args.idle_s, args.blocks = 20.0, 10.0, 1000

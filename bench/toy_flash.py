@@ -61,7 +61,8 @@ class Life:
         """Save to memory, with overlap, to storage; then die."""
         assert self._load() is None
         self._warm_up()
-        self._report.add("first", self._save(MEMORY))
+        raw_s = self._raw.save()
+        self._report.add("first", self._save(MEMORY), raw_s)
         for _ in range(self._options.runs):
             time.sleep(QUIET_S)
             raw_s = self._raw.save()
