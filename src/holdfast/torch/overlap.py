@@ -25,8 +25,8 @@ from holdfast.torch.staging import Staged
 log = logging.getLogger(__name__)
 
 GENTLE_BYTES_PER_S = 5e9
-"""A copy as fast as it can makes others wait for memory: it costs the training beside it twice as
-much as one at this pace does. Still slower ones cost no less."""
+"""A copy as fast as it can makes others wait for memory: it costs the training beside it about
+twice as much as one at this pace does. Slower ones were not seen to cost less (bench/pace.py)."""
 
 
 def gentle_pace(length: int, room_s: float) -> Pace:
