@@ -4,6 +4,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +44,21 @@ def wait_for_output(started: Event, lines: int = 1) -> list[str]:
     return output(started).splitlines()
 
 
+def plain_path(folder: Path, script: str, pythonpath: str) -> list[str]:
+    """What plain Python puts into sys.path for this script, wherever this clone lies."""
+    show = f"{script.removesuffix('.py')}_path.py"
+    (folder / show).write_text("import json, sys; print(json.dumps(sys.path))")
+    done = subprocess.run(
+        [sys.executable, show],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": pythonpath},
+        check=True,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+    )
+    return list(json.loads(done.stdout))
+
+
 def test_script_sees_what_plain_python_shows_it(agent: Agent, tmp_path: Path) -> None:
     script = write(
         tmp_path,
@@ -55,7 +72,7 @@ def test_script_sees_what_plain_python_shows_it(agent: Agent, tmp_path: Path) ->
             "spec": __spec__, "cwd": os.getcwd(), "env": os.environ["COLOUR"],
             "main": main.Here is Here, "helper": helper.VALUE, "stdin": sys.stdin.read(),
             "session": os.getsid(0) == os.getpid(), "globals": sorted(globals()),
-            "ours": [p for p in sys.path if "holdfast" in p],
+            "path": sys.path, "pythonpath": os.environ.get("PYTHONPATH", ""),
         }))
         """,
     )
@@ -63,6 +80,7 @@ def test_script_sees_what_plain_python_shows_it(agent: Agent, tmp_path: Path) ->
     started, ended = agent.run(script, "--x", "a b", env={"COLOUR": "grün"})
     assert (ended["code"], ended["signal"], started["how"]) == (0, None, "cold")
     seen = json.loads(output(started))
+    pythonpath = seen.pop("pythonpath")
     names = ["annotations", "builtins", "cached", "doc", "file", "loader", "name"]
     names += ["package", "spec"]
     assert seen == {
@@ -82,7 +100,7 @@ def test_script_sees_what_plain_python_shows_it(agent: Agent, tmp_path: Path) ->
             *(f"__{n}__" for n in names),
             *["helper", "json", "main", "os", "sys"],
         ],
-        "ours": [],
+        "path": plain_path(tmp_path, script, pythonpath),
     }
 
 
