@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
-FUNCTION_LINES_MAX = 60
-CLASS_LINES_MAX = 250
-MODULE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 80
+CLASS_LINES_MAX = 400
+MODULE_LINES_MAX = 800
 LINE_LENGTH_MAX = 100
 
 UNSAFE_FORMATS = frozenset(

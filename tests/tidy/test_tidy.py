@@ -253,11 +253,11 @@ def test_sizes(tree: Tree) -> None:
 
 
 def test_sizes_are_measured() -> None:
-    function = "    def f(self):\n" + "        x = 1\n" * 60
-    assert rules.sizes_over_limit(File("class A:\n" + function)) == {"A.f": 61}
-    assert rules.sizes_over_limit(File("class A:\n" + "    x = 1\n" * 250)) == {"A": 251}
-    assert rules.sizes_over_limit(File("x = 1\n" * 501)) == {"": 501}
-    assert rules.sizes_over_limit(File("x = 1\n" * 500)) == {}
+    function = "    def f(self):\n" + "        x = 1\n" * 80
+    assert rules.sizes_over_limit(File("class A:\n" + function)) == {"A.f": 81}
+    assert rules.sizes_over_limit(File("class A:\n" + "    x = 1\n" * 400)) == {"A": 401}
+    assert rules.sizes_over_limit(File("x = 1\n" * 801)) == {"": 801}
+    assert rules.sizes_over_limit(File("x = 1\n" * 800)) == {}
 
 
 @pytest.mark.parametrize(
