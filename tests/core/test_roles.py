@@ -31,7 +31,9 @@ def role(nodes: int, **changes: object) -> RoleSpec:
 def parameter_server_job(**changes: object) -> JobSpec:
     """Two servers, a chief and three workers, of which nobody but the workers can be spared."""
     roles = {
-        "ps": role(2, ends_the_job=False, critical_others=3, node_memory_mib=4096),
+        "ps": role(
+            2, ends_the_job=False, holds_variables=True, critical_others=3, node_memory_mib=4096
+        ),
         "chief": role(1, critical_others=3),
         "worker": role(3),
     }
@@ -141,7 +143,9 @@ def test_a_restarted_master_repeats_what_may_not_have_happened(from_snapshot: bo
     fresh.live.clear()
     fresh.start()
     assert ("ps", 0) not in fresh.live
-    assert fresh.live["ps", 1] == driven.live["ps", 1]
+    # The order is for the job as it is now: one worker less.
+    now = (("ps", 2), ("chief", 1), ("worker", 2))
+    assert fresh.live["ps", 1] == replace(driven.live["ps", 1], roles=now)
     assert fresh.removed == driven.removed
     assert ("worker", 2) not in fresh.live
     assert list(fresh.machine.snapshot()) == list(driven.machine.snapshot())
@@ -288,15 +292,58 @@ def test_a_plan_that_cannot_be_done_is_refused_in_words(
 
 
 def test_a_node_is_migrated_to_other_resources(job: Driven) -> None:
-    old = job.live["ps", 1]
+    old = job.live["worker", 1]
     move = Move(node_id=old.node_id, memory_mib=9000, cpu_milli=2000)
-    assert job.plan(plan_id="a", role="ps", migrate=(move,)).ok
-    new = job.live["ps", 1]
+    assert job.plan(plan_id="a", role="worker", migrate=(move,)).ok
+    new = job.live["worker", 1]
     assert (new.memory_mib, new.cpu_milli, new.node_rank) == (9000, 2000, old.node_rank)
     assert job.removed == [old.node_id]
     # What becomes of the old one is no failure.
     job.feed(ev.NodeSeen(old.node_id, Phase.FAILED, ExitReason.ERROR, "", ""))
-    assert job.live["ps", 1] == new
+    assert job.live["worker", 1] == new
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nodes": 4}, "started with the addresses of 2"),
+        ({"nodes": 1}, "started with the addresses of 2"),
+        ({"add": (NodeRank(2),)}, "single nodes of role ps cannot come or go"),
+        ({"remove": (NodeId(0),)}, "single nodes of role ps cannot come or go"),
+        ({"migrate": (Move(node_id=NodeId(0)),)}, "the variables in its memory would be lost"),
+    ],
+)
+def test_weakness_a_plan_never_leaves_roles_with_different_servers(
+    job: Driven, change: dict[str, object], words: str
+) -> None:
+    """Such a plan was answered with "it is done": old nodes did not know the new servers, and a
+    server that was moved lost the variables that it held."""
+    before = dict(job.live)
+    settled = job.plan(plan_id="a", role="ps", **change)
+    assert not settled.ok
+    assert words in settled.text
+    assert (job.live, job.removed) == (before, [])
+
+
+def test_the_number_of_servers_changes_while_the_job_is_suspended(job: Driven) -> None:
+    assert job.plan(plan_id="a", role="worker", suspend=True).ok
+    assert job.plan(plan_id="b", role="ps", nodes=4, memory_mib=9000).ok
+    job.live.clear()
+    assert job.plan(plan_id="c", role="worker", suspend=False).ok
+    sizes = {order.roles for order in job.live.values()}
+    assert sizes == {(("ps", 4), ("chief", 1), ("worker", 3))}
+    assert job.live["ps", 3].memory_mib == 9000
+
+
+@pytest.mark.parametrize("from_snapshot", [False, True])
+def test_an_order_says_how_many_ranks_each_role_has_now(job: Driven, from_snapshot: bool) -> None:
+    assert job.plan(plan_id="a", role="worker", nodes=5).ok
+    assert job.plan(plan_id="b", role="worker", remove=(job.live["worker", 1].node_id,)).ok
+    job = job.restarted(from_snapshot=from_snapshot)
+    job.start()
+    job.see(("ps", 0), Phase.GONE, ExitReason.KILLED)
+    # A rank that is gone keeps its number: the others' addresses must not move up.
+    assert job.live["ps", 0].roles == (("ps", 2), ("chief", 1), ("worker", 5))
 
 
 def test_resources_of_a_plan_are_for_later_nodes(job: Driven) -> None:

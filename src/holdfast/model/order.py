@@ -22,6 +22,8 @@ class Order:
     role: str = WORKER
     size: int = 0
     """How many nodes of this role the job wants now; 0 where nobody counts them."""
+    roles: tuple[tuple[str, int], ...] = ()
+    """How many ranks each role without agents has now; empty where there are no such roles."""
     relaunches: int = 0
     """How often this rank was launched before."""
     memory_mib: int = 0

@@ -19,6 +19,10 @@ class RoleSpec:
     ends_the_job: bool = True
     """The job is over when all nodes of such roles have ended well; servers end with the job."""
 
+    holds_variables: bool = False
+    """Parameter servers: their memory holds the model, and every other node was told at its start
+    how many there are. While the job runs their number stays, and none of them is moved."""
+
     critical: dict[int, int] = field(default_factory=dict)
     """Ranks without which the job ends, and how often each is launched again in all. Those that
     somebody else ended do not count."""

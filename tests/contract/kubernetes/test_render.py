@@ -474,6 +474,18 @@ def test_every_role_of_a_parameter_server_job_knows_where_the_others_are() -> No
     assert "TF_CONFIG" not in env_of(node_pod(job_of(DDP), order()))
 
 
+def test_weakness_tf_config_says_what_is_and_not_what_the_manifest_says() -> None:
+    """A worker that was launched again after a plan saw the cluster of the manifest."""
+    now = (("ps", 3), ("worker", 5), ("chief", 1), ("evaluator", 1))
+    pod = node_pod(job_of(PARAMETER_SERVER), order(9, 0, role="worker", roles=now))
+    cluster = json.loads(env_of(pod)["TF_CONFIG"])["cluster"]
+    assert {role: len(places) for role, places in cluster.items()} == {
+        "ps": 3,
+        "worker": 5,
+        "chief": 1,
+    }
+
+
 def test_a_rank_keeps_its_address_over_all_its_nodes() -> None:
     job = job_of(PARAMETER_SERVER)
     first, second = order(2, 0, role="worker"), order(9, 0, role="worker", relaunches=1)

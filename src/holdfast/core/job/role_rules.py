@@ -34,6 +34,7 @@ def order_of(node: RoleNodeState, table: RoleTable, spec: JobSpec) -> Order:
         node_rank=rank,
         role=role,
         size=size,
+        roles=tuple((name, table.ranks_of(name)) for name in spec.roles),
         relaunches=node.planned.relaunches,
         memory_mib=node.planned.memory_mib,
         cpu_milli=node.planned.cpu_milli,
@@ -209,8 +210,10 @@ def next_overdue(table: RoleTable, spec: JobSpec) -> float | None:
     return min(times, default=None)
 
 
-def problem_of(plan: Plan, table: RoleTable) -> str:
+def problem_of(plan: Plan, table: RoleTable, asked: RoleSpec) -> str:
     """Why the plan cannot be done; empty if it can."""
+    if asked.holds_variables and (problem := _problem_of_servers(plan, table)):
+        return problem
     left = len(table.wanted_of(plan.role)) if plan.nodes is None else plan.nodes
     left -= len(set(plan.remove))
     if left < 1 and (plan.nodes is not None or plan.remove):
@@ -229,6 +232,29 @@ def problem_of(plan: Plan, table: RoleTable) -> str:
         if table.nodes[move.node_id].place in gone:
             return f"node id {move.node_id} cannot be moved: by the same plan it has to go"
     return ""
+
+
+def _problem_of_servers(plan: Plan, table: RoleTable) -> str:
+    """Why the plan would leave the roles with different ideas of who serves which variables."""
+    role, now = plan.role, len(table.wanted_of(plan.role))
+    if plan.remove or plan.add:
+        return f"single nodes of role {role} cannot come or go: ask for another number of replicas"
+    if table.is_suspended or plan.suspend:
+        return ""
+    if plan.migrate:
+        return (
+            f"a node of role {role} cannot be moved while the job runs: the variables in its "
+            f"memory would be lost. {_INSTEAD}"
+        )
+    if plan.nodes is not None and plan.nodes != now:
+        return (
+            f"the number of {role} nodes cannot change while the job runs: its nodes were started "
+            f"with the addresses of {now}. {_INSTEAD}"
+        )
+    return ""
+
+
+_INSTEAD = "Save a checkpoint, suspend the job, change this, and resume it"
 
 
 def asked_by(plan: Plan, table: RoleTable) -> rec.RoleAsked:

@@ -66,6 +66,10 @@ class RoleTable:
         """The wanted ranks of a role, lowest first."""
         return sorted(place for place in self.wanted if place[0] == role)
 
+    def ranks_of(self, role: str) -> int:
+        """How many ranks a role has, the unwanted below the highest wanted one included."""
+        return max((rank + 1 for _, rank in self.wanted_of(role)), default=0)
+
     def live(self) -> Iterator[RoleNodeState]:
         return (node for node in self.nodes.values() if node.is_live)
 

@@ -202,7 +202,8 @@ class Roles:
         self._demand.follow(plan)
         settled = self._table.settled.get(plan.plan_id)
         if settled is None:
-            problem = problem_of(plan, self._table) or over_limits(
+            asked = self._spec.roles[plan.role]
+            problem = problem_of(plan, self._table, asked) or over_limits(
                 plan, self._table, self._spec, self._demand
             )
             problem = "the job is over" if self._is_over else problem

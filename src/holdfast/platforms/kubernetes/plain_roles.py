@@ -37,6 +37,7 @@ def _role_spec(job: ElasticJob, name: str, nodes: int) -> RoleSpec:
         nodes=nodes,
         relaunches=relaunches(role.restart_count, of_the_program=False),
         ends_the_job=name in (WORKER, CHIEF),
+        holds_variables=job.strategy is Strategy.PARAMETER_SERVER and name == PS,
         critical_others=role.restart_count,
         restart_timeout_s=role.restart_timeout_s,
         node_memory_mib=role.resources.memory_mib,

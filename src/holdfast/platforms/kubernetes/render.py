@@ -181,7 +181,9 @@ def _own_env(job: ElasticJob, order: Order, grace_s: int) -> dict[str, dict[str,
     if order.group >= 0:
         values["HOLDFAST_TOPOLOGY"] = f"group-{order.group}"
     if job.strategy is Strategy.PARAMETER_SERVER:
-        values["TF_CONFIG"] = tf_config(job.name, job.namespace, sizes(job), order)
+        # What is, not what the manifest says: plans and losses have changed it since.
+        now = dict(order.roles) or sizes(job)
+        values["TF_CONFIG"] = tf_config(job.name, job.namespace, now, order)
     fields = {
         "POD_NAME": "metadata.name",
         "POD_IP": "status.podIP",
