@@ -139,6 +139,9 @@ class PaperPlatform:
         while True:
             yield await self._seen.get()
 
+    def look_again(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from holdfast.platforms.kubernetes.api import Api
+from holdfast.platforms.kubernetes.api import WATCH_S, Api
 from holdfast.platforms.kubernetes.config import Access
 from tests.kube.cluster import Cluster
 
@@ -18,6 +18,7 @@ class Line:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._open: set[asyncio.StreamWriter] = set()
+        self._forgotten: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_cut = False
         self.port = 0
@@ -34,6 +35,11 @@ class Line:
 
     def mend(self) -> None:
         self._is_cut = False
+
+    def forget(self) -> None:
+        """Carry nothing more on the connections that are open, and leave them open: as a load
+        balancer does that has forgotten a flow. New connections work."""
+        self._forgotten |= self._open
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._is_cut:
@@ -53,8 +59,9 @@ class Line:
     async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         try:
             while piece := await source.read(2**16):
-                sink.write(piece)
-                await sink.drain()
+                if sink not in self._forgotten:
+                    sink.write(piece)
+                    await sink.drain()
         except OSError:
             pass
         sink.transport.abort()
@@ -62,7 +69,9 @@ class Line:
 
 
 @asynccontextmanager
-async def lined(cluster: Cluster, folder: Path) -> AsyncIterator[tuple[Line, Api]]:
+async def lined(
+    cluster: Cluster, folder: Path, *, watch_s: float = WATCH_S
+) -> AsyncIterator[tuple[Line, Api]]:
     """A client behind a line."""
     line = Line(cluster)
     server = await line.lay()
@@ -70,7 +79,7 @@ async def lined(cluster: Cluster, folder: Path) -> AsyncIterator[tuple[Line, Api
     config["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{line.port}"
     path = folder / f"lined-{line.port}"
     path.write_text(json.dumps(config))
-    api = Api(Access.find(path))
+    api = Api(Access.find(path), watch_s=watch_s)
     try:
         yield line, api
     finally:

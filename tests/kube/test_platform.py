@@ -479,3 +479,29 @@ def test_an_outage_of_the_api_server_loses_nothing(
         await api.close()
 
     runner.run(scene())
+
+
+def test_a_broken_stream_makes_it_look_past_a_silent_watch(
+    api: Api, cluster: Cluster, namespace: str, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    """The watch alone would find out when it ends; an agent's stream has broken long before."""
+
+    async def scene() -> None:
+        async with (
+            lined(cluster, tmp_path, watch_s=3600.0) as (line, far),
+            Stage(far, job_in(namespace)) as stage,
+        ):
+            await stage.platform.launch(order(1))
+            await stage.platform.launch(order(2))
+            await stage.seen.of_node(1, Phase.PENDING)
+            await stage.seen.of_node(2, Phase.PENDING)
+            line.forget()
+            await api.delete(PODS, "job-edljob-worker-1", namespace, grace_s=0)
+            for _ in range(100):
+                stage.platform.look_again()
+            await stage.seen.of_node(1, Phase.GONE)
+            # What the new listing tells again is no news, and the watch behind it works.
+            await fail(api, namespace, "job-edljob-worker-2")
+            await stage.seen.of_node(2, Phase.FAILED)
+
+    runner.run(scene())

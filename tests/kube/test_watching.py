@@ -10,7 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.platforms.kubernetes.api import CONFIG_MAPS, CRDS, Api, Expired, Kind
+from holdfast.platforms.kubernetes.api import (
+    CONFIG_MAPS,
+    CRDS,
+    WATCH_S,
+    WATCH_SILENCE,
+    Api,
+    Expired,
+    Kind,
+)
 from holdfast.platforms.kubernetes.watching import Listed, Seen, follow
 from tests.kube.cluster import Cluster, OwnCluster
 from tests.kube.line import lined
@@ -229,5 +237,24 @@ def test_a_kind_that_does_not_exist_yet_is_waited_for(
         await follower.until(lambda: "listed" in follower.told)
         assert follower.told == ["listed"]
         await follower.end()
+
+    runner.run(scene())
+
+
+def test_a_watch_that_falls_silent_is_begun_again(
+    api: Api, cluster: Cluster, namespace: str, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    """A connection that was forgotten on the way hid every change for five minutes."""
+    assert WATCH_S * WATCH_SILENCE <= 90.0
+
+    async def scene() -> None:
+        await api.create(CONFIG_MAPS, config_map("a", "1"), namespace)
+        async with lined(cluster, tmp_path, watch_s=4.0) as (line, far):
+            follower = Follower(far, namespace)
+            await follower.until(lambda: "listed" in follower.told)
+            line.forget()
+            await api.patch(CONFIG_MAPS, "a", {"data": {"value": "2"}}, namespace)
+            await follower.until(lambda: follower.values["a"] == "2")
+            await follower.end()
 
     runner.run(scene())

@@ -156,6 +156,8 @@ class Service:
             del self._link_of[node_id]
             if self._is_finishing:
                 self._farewell.left(node_id)
+            elif self._platform is not None:
+                self._platform.look_again()
             self._feed(ev.NodeAbsent(node_id))
 
     def _observe(self, link: Link, call: int, body: m.Observe) -> None:

@@ -39,5 +39,12 @@ class Platform(Protocol):
     def watch(self) -> AsyncIterator[Sighting]:
         """All nodes now, then every change, for as long as it is iterated."""
 
+    def look_again(self) -> None:
+        """A node's stream broke: something may have happened that `watch` has not told yet.
+
+        A platform that learns of changes over a network lists its nodes again unless it hears of
+        something soon. Calls that come together make one listing.
+        """
+
     async def close(self) -> None:
         """Let go of everything; nodes keep running."""

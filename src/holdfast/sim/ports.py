@@ -75,6 +75,9 @@ class PlatformPort:
         while True:
             yield await self._sightings.get()
 
+    def look_again(self) -> None:
+        """Nothing to do: the modelled platform's sightings do not get lost."""
+
     def _saw(self, seen: NodeSeen) -> None:
         self._sightings.put_nowait(
             Sighting(

@@ -84,9 +84,13 @@ __all__ = [
 
 CONNECT_S = 20.0
 REQUEST_S = 30.0
-WATCH_S = 300.0
-"""A watch ends after this long and is begun again, so that no stream is forgotten for ever."""
-WATCH_SPARE_S = 15.0
+WATCH_S = 60.0
+"""A watch ends after this long and is begun again. A connection that a load balancer or a NAT has
+forgotten, and that it still acknowledges, looks like one on which nothing happens: the longer a
+watch may last, the longer it hides a change. Just before its end the server sends a bookmark, so
+the next watch goes on where this one was."""
+WATCH_SILENCE = 1.25
+"""A watch that is silent for this many times its length is given up."""
 BODY_MAX = 128 * 2**20
 LINE_MAX = 16 * 2**20
 """One object. etcd keeps none over 1.5 MB."""
@@ -237,7 +241,7 @@ class Api:
         type: type[T] = dict,  # type: ignore[assignment]
         opened: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Change[T], None]:
-        """What happens after `resource_version`, until the server ends it after some minutes.
+        """What happens after `resource_version`, until the server ends it after a minute.
 
         `opened` is called when the server has agreed: the first change may be long in coming.
         """
@@ -250,7 +254,7 @@ class Api:
             "resourceVersion": resource_version,
             "timeoutSeconds": seconds,
         }
-        path, silence_s = kind.path(namespace), seconds + WATCH_SPARE_S
+        path, silence_s = kind.path(namespace), self._watch_s * WATCH_SILENCE
         async with (
             self._wire.open("GET", path, params, silence_s=silence_s) as response,
             aclosing(_read_lines(response)) as lines,

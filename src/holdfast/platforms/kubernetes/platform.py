@@ -34,6 +34,8 @@ from holdfast.ports.platform import Sighting
 from holdfast.runtime.observe import Say
 
 FORBIDDEN = 403
+LOOK_S = 2.0
+"""How long the watch has to tell of a change after a node's stream broke."""
 
 
 class _Away(enum.Enum):
@@ -64,6 +66,8 @@ class KubernetesPlatform:
         self._pods: dict[NodeId, Pod] = {}
         self._known = set(known)
         self._follower: asyncio.Task[None] | None = None
+        #: Runs from the moment a node's stream broke until the watch tells of anything.
+        self._look: asyncio.TimerHandle | None = None
         self._wishes: dict[NodeId, _Wish] = {}
         self._errands: dict[NodeId, asyncio.Task[None]] = {}
         #: Set when an errand that pauses has a reason to go on.
@@ -88,28 +92,56 @@ class KubernetesPlatform:
 
     async def watch(self) -> AsyncIterator[Sighting]:
         """All pods of the job, then every change that means something to a node."""
-        self._known.update(self._pods)
-        self._pods.clear()
         self._told.clear()
-        follower = self._follower = asyncio.create_task(self._follow())
-        follower.add_done_callback(lambda _: self._sightings.put_nowait(None))
+        self._follow_from_a_listing()
         try:
             while (seen := await self._sightings.get()) is not None:
                 yield seen
-            await follower
+            if self._follower is not None:
+                await self._follower
         finally:
-            follower.cancel()
+            self._stop_following()
+
+    def look_again(self) -> None:
+        if self._look is None and self._follower is not None:
+            loop = asyncio.get_running_loop()
+            self._look = loop.call_later(LOOK_S, self._follow_from_a_listing)
 
     async def close(self) -> None:
         """Give up what is under way; pods stay. The client belongs to whoever gave it."""
         tasks = list(self._errands.values())
         if self._follower is not None:
             tasks.append(self._follower)
+        self._stop_following()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ---- what is seen ----------------------------------------------------------------------------
+
+    def _follow_from_a_listing(self) -> None:
+        """Begin to follow, or follow on a new connection; what is gone meanwhile is told."""
+        self._stop_following()
+        self._known.update(self._pods)
+        self._pods.clear()
+        follower = self._follower = asyncio.create_task(self._follow())
+        follower.add_done_callback(self._follower_ended)
+
+    def _stop_following(self) -> None:
+        self._is_heard()
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.cancel()
+
+    def _follower_ended(self, follower: asyncio.Task[None]) -> None:
+        if follower is self._follower:
+            self._sightings.put_nowait(None)
+
+    def _is_heard(self) -> None:
+        """The watch works: it tells what else there is without being asked."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
 
     async def _follow(self) -> None:
         selector, namespace = names.selector(self._job.name), self._job.namespace
@@ -118,6 +150,7 @@ class KubernetesPlatform:
             self._take_in(change)
 
     def _take_in(self, change: Seen[Pod] | Listed) -> None:
+        self._is_heard()
         if isinstance(change, Listed):
             self._take_in_listing()
             return

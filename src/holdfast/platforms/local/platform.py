@@ -89,6 +89,9 @@ class LocalPlatform:
         while True:
             yield await self._sightings.get()
 
+    def look_again(self) -> None:
+        """Nothing to do: the kernel tells at once when a process ends."""
+
     async def close(self) -> None:
         for pidfd in self._pidfds.values():
             self._loop.remove_reader(pidfd)
