@@ -218,6 +218,7 @@ class Leave(Message, frozen=True):
 class Beat(Message, frozen=True):
     """Liveness, progress and use in one: the only periodic message there is.
 
+    (The use of processors and memory is sent; the master does not read it yet.)
     Its answer renews the agent's lease, counted from when the beat was sent.
     """
 

@@ -445,14 +445,15 @@ _PENDING_STRATEGIES = {
     **{str(strategy): strategy for strategy in PendingStrategy},
     **{str(number): strategy for number, strategy in enumerate(PendingStrategy)},
 }
+_NO_PAGE = f"there is no page yet: port {names.HTTP_PORT} of its Service has JSON and metrics"
 _NOT_NEEDED = {
     "service_type": "there is one protocol between master and agents",
     "pre_check_ops": "pre-checks are classes of the prior art; pending_timeout and the rendezvous "
     "time-out find the same",
     "pre_check_bypass": "there are no pre-checks to bypass",
     "training_elastic_mode": "checkpoints are always restored into worlds of another size",
-    "enable_dashboard": f"the job is always shown at port {names.HTTP_PORT} of its Service",
-    "dashboard_port": f"the job is always shown at port {names.HTTP_PORT} of its Service",
+    "enable_dashboard": _NO_PAGE,
+    "dashboard_port": _NO_PAGE,
 }
 
 
