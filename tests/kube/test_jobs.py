@@ -33,7 +33,7 @@ def test_a_manifest_of_the_prior_art_runs_unchanged(cluster: Cluster, tmp_path: 
     that is not ours."""
     with field(cluster, tmp_path, hosts=2) as there:
         script = ROOT / "tests" / "integration" / "scripts" / "train.py"
-        words = f"dlrover-run --nnodes=2:$NODE_NUM --nproc_per_node=1 --max_restarts=3 {script}"
+        words = f"dlrover-run --nnodes=2:$NODE_NUM --nproc_per_node=1 --max_restarts=3 '{script}'"
         template = worker(
             there.jobs.folder,
             command=["/bin/bash", "-c", words],

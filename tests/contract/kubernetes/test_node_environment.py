@@ -58,7 +58,7 @@ def test_a_token_that_others_can_read_is_refused_unless_its_mount_is_read_only(
     read = "from pathlib import Path; from holdfast.runtime.token import read_token"
     script = (
         f'mount --bind -o ro "{tmp_path}" "{tmp_path}" && mount -o remount,bind,ro "{tmp_path}" && '
-        f"exec {sys.executable} -c '{read}; print(read_token(Path(\"{token_file}\")).decode())'"
+        f"exec '{sys.executable}' -c '{read}; print(read_token(Path(\"{token_file}\")).decode())'"
     )
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
