@@ -364,3 +364,15 @@ _PATHS = [
 @given(path=st.sampled_from(_PATHS), value=_ANYTHING)
 def test_nothing_that_somebody_writes_raises(path: str, value: object) -> None:
     read_job(with_field(path, value))
+
+
+def test_a_master_s_account_and_security_are_its_own_unless_said_by_name() -> None:
+    obj = manifest()
+    spec = {"containers": [{"name": "main", "image": "m"}], "serviceAccountName": "of-others"}
+    obj["spec"]["replicaSpecs"]["dlrover-master"] = {"replicas": 1, "template": {"spec": spec}}
+    assert [note for note in notes(obj) if "of-others has no effect" in note]
+    assert not read_well(obj).own_security
+    obj["metadata"]["annotations"] = {"holdfast.io/master-security": "template"}
+    assert read_well(obj).own_security
+    obj["metadata"]["annotations"] = {"holdfast.io/master-security": "no"}
+    assert "must be" in fatal(obj)[0]

@@ -5,6 +5,7 @@ import base64
 import socket
 import ssl
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,40 @@ def test_a_master_s_role_is_for_its_own_job_and_has_no_secrets_nodes_or_exec() -
             assert rule["resourceNames"] == ["mnist"]
 
 
-def test_the_role_goes_to_the_account_that_the_user_s_template_names() -> None:
-    given = {"spec": {**template(image="m:1")["spec"], "serviceAccountName": "with-pull-secrets"}}
+def test_weakness_a_job_cannot_give_the_master_s_rights_to_another_account() -> None:
+    """Who may create jobs could have any account of the namespace bound to the master's Role."""
+    given = {"spec": {**template(image="m:1")["spec"], "serviceAccountName": "of-others"}}
     of = job({"template": given})
     bodies = {body["kind"]: body for _, body in objects.kept(of)}
-    assert bodies["RoleBinding"]["subjects"][0]["name"] == "with-pull-secrets"
-    assert pod(of)["spec"]["serviceAccountName"] == "with-pull-secrets"
+    own = names.master_name("mnist")
+    assert bodies["RoleBinding"]["subjects"][0]["name"] == own
+    assert pod(of)["spec"]["serviceAccountName"] == own
+
+
+UNSAFE = {
+    "privileged": True,
+    "allowPrivilegeEscalation": True,
+    "readOnlyRootFilesystem": False,
+    "capabilities": {"add": ["SYS_ADMIN"]},
+}
+
+
+def test_the_safe_security_context_wins_unless_the_job_says_so_by_name() -> None:
+    container = {"name": "main", "image": "m:1", "securityContext": UNSAFE}
+    of_pod = {"runAsNonRoot": False, "runAsUser": 0, "fsGroup": 7}
+    given = {"spec": {"containers": [container], "securityContext": of_pod}}
+    body = pod(job({"template": given}))
+    assert main(body)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    # As root and as nobody in particular contradict each other: the kubelet refuses such a pod.
+    assert body["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert body["spec"]["securityContext"]["fsGroup"] == 7
+    meant = replace(job({"template": given}), own_security=True)
+    assert main(pod(meant))["securityContext"] == UNSAFE
+    assert pod(meant)["spec"]["securityContext"]["runAsUser"] == 0
 
 
 def test_a_later_job_of_the_same_name_has_another_secret() -> None:

@@ -26,6 +26,7 @@ MASTER_ROLES = (names.MASTER_ROLE, "master")
 """Both spellings of the master's role."""
 
 GANG_ANNOTATION = "holdfast.io/gang"
+SECURITY_ANNOTATION = "holdfast.io/master-security"
 GANGS = ("volcano", "coscheduling", "kueue")
 
 RESTARTS = 3
@@ -130,6 +131,8 @@ class ElasticJob:
     pending_strategy: PendingStrategy = PendingStrategy.NECESSARY
     groups: Mapping[int, int] = field(default_factory=dict)
     """Nodes by group (rack); empty for none."""
+    own_security: bool = False
+    """The securityContext of the master's template wins over the safe one."""
     gang: str = ""
     """Whose scheduler places all nodes at once or none, one of `GANGS`; empty for nobody's."""
 
@@ -249,11 +252,22 @@ def _read_master_as(role_fields: Fields, name: str) -> Role:
     role = _role(fields, template=template, resources=NOTHING)
     if role.replicas != 1:
         fields.problem("replicas", f"a job has one master, not {role.replicas}")
+    account = _named_account(role.template)
+    if account:
+        fields.note(
+            "template",
+            f"the serviceAccountName {account} has no effect: a master has an account of its own",
+        )
     for unused, usual in _UNUSED_BY_MASTERS.items():
         if fields.has(unused) and fields.raw(unused) not in usual:
             fields.note(unused, "has no effect on the job's master")
     fields.rest()
     return role
+
+
+def _named_account(template: Mapping[str, Any]) -> str:
+    spec = template.get("spec")
+    return str(spec.get("serviceAccountName") or "") if isinstance(spec, Mapping) else ""
 
 
 _UNUSED_BY_MASTERS: dict[str, tuple[object, ...]] = {
@@ -478,6 +492,7 @@ def _read_annotations(fields: Fields) -> dict[str, Any]:
             "pending_fail_strategy", _PENDING_STRATEGIES, PendingStrategy.NECESSARY
         ),
         "groups": groups or {},
+        "own_security": fields.choice(SECURITY_ANNOTATION, {"template": True}, False),
     }
 
 

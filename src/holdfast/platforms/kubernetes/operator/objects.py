@@ -130,11 +130,13 @@ def master_pod(
     metadata, spec = template["metadata"], template["spec"]
     spec["containers"] = _containers(job, template, default_image)
     _add_volumes(job, spec)
-    _add_defaults(spec)
+    _add_defaults(job, spec)
     if job.master is not None and job.master.priority in ("high", "low"):
         spec.setdefault("priorityClassName", job.master.priority)
     spec["restartPolicy"] = "Never"  # The operator decides about the next one.
-    spec.setdefault("serviceAccountName", names.master_name(job.name))
+    # Its rights go to this account alone: who may create a job must not give them to another one.
+    spec["serviceAccountName"] = names.master_name(job.name)
+    spec.pop("serviceAccount", None)
     labels = {**(metadata.get("labels") or {}), **master_labels(job)}
     return {
         "apiVersion": "v1",
@@ -181,13 +183,12 @@ def _role(job: ElasticJob) -> Body:
 
 def _role_binding(job: ElasticJob) -> Body:
     name = names.master_name(job.name)
-    account = _template(job)["spec"].get("serviceAccountName") or name
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "RoleBinding",
         "metadata": _metadata(job, name),
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": job.namespace}],
+        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": job.namespace}],
     }
 
 
@@ -267,13 +268,23 @@ def _containers(job: ElasticJob, template: Body, default_image: str) -> list[Bod
         "livenessProbe",
         {"httpGet": health, "initialDelaySeconds": 60, "timeoutSeconds": 10, "failureThreshold": 9},
     )
-    main["securityContext"] = {
+    safe = {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
-        **(main.get("securityContext") or {}),
     }
+    main["securityContext"] = _secured(job, main, safe)
     return containers
+
+
+def _secured(job: ElasticJob, described: Body, safe: Body) -> Body:
+    """The securityContext of the master's pod or container. As whom it runs the template may say;
+    what keeps it harmless it may change only where the job says so by name."""
+    own = dict(described.get("securityContext") or {})
+    if job.own_security:
+        return {**safe, **own}
+    own.pop("privileged", None)
+    return {**own, **safe}
 
 
 def _command(job: ElasticJob) -> list[str]:
@@ -305,17 +316,12 @@ def _add_volumes(job: ElasticJob, spec: Body) -> None:
     ]
 
 
-def _add_defaults(spec: Body) -> None:
+def _add_defaults(job: ElasticJob, spec: Body) -> None:
     """What a careful cluster asks of a pod, where the user's template says nothing else."""
     spec.setdefault("enableServiceLinks", False)
-    spec["securityContext"] = {
-        "runAsNonRoot": True,
-        "runAsUser": USER_ID,
-        "runAsGroup": USER_ID,
-        "fsGroup": USER_ID,
-        "seccompProfile": {"type": "RuntimeDefault"},
-        **(spec.get("securityContext") or {}),
-    }
+    safe = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    user = {"runAsUser": USER_ID, "runAsGroup": USER_ID, "fsGroup": USER_ID}
+    spec["securityContext"] = {**user, **_secured(job, spec, safe)}
     tolerations = list(spec.get("tolerations") or [])
     told = {toleration.get("key") for toleration in tolerations}
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
