@@ -103,6 +103,35 @@ def test_a_lost_master_is_made_again_under_a_new_number_and_the_secret_stays(
     runner.run(scene())
 
 
+def test_a_deleted_secret_is_said_while_the_master_runs_and_when_it_is_made_again(
+    cluster: Cluster, api: Api, namespace: str, runner: asyncio.Runner
+) -> None:
+    async def scene() -> None:
+        user = await allow_operator(cluster, api, namespace)
+        async with operating(cluster, user, namespace):
+            job = await api.create(ELASTICJOBS, manifest("mnist"), namespace)
+            first = await master_of(api, namespace, "mnist", 0)
+            secret_name = names.secret_name("mnist", job["metadata"]["uid"])
+            await api.delete(SECRETS, secret_name, namespace)
+            await set_status(api, namespace, first, runs())
+
+            def says(*words: str) -> Callable[[Json], bool]:
+                def is_told(event: Json) -> bool:
+                    texts = (event["reason"], event["message"])
+                    return texts[0] == "SecretLost" and all(word in texts[1] for word in words)
+
+                return is_told
+
+            cannot = says(secret_name, "cannot start without it")
+            await seen(api, EVENTS, namespace, cannot, "an Event about the Secret")
+            await api.delete(PODS, first["metadata"]["name"], namespace)
+            await master_of(api, namespace, "mnist", 1)
+            again = says(secret_name, "another token")
+            await seen(api, EVENTS, namespace, again, "an Event about the new Secret")
+
+    runner.run(scene())
+
+
 def test_a_master_that_fails_by_itself_uses_up_its_restart_count(
     cluster: Cluster, api: Api, namespace: str, runner: asyncio.Runner
 ) -> None:

@@ -52,7 +52,7 @@ def render(arguments: argparse.Namespace) -> int:
 
 def _objects_of(job: ElasticJob, default_image: str) -> list[Body]:
     """What the operator and then the master create."""
-    secret = objects.secret(job, now=0.0)
+    secret = objects.secret(job)
     secret["data"] = dict.fromkeys(secret["data"], NOT_SHOWN)
     claim = objects.claim(job)
     return [

@@ -18,6 +18,11 @@ from pathlib import Path
 from holdfast.model.errors import AuthError, UsageError
 from holdfast.runtime.transport import split_address
 
+ALWAYS = datetime.datetime(2000, 1, 1)
+FOR_EVER = datetime.datetime(9999, 12, 31, 23, 59, 59)
+"""The dates of certificates that we make. Each ends with its process or its job; others would only
+make the clocks of two nodes matter, and end a long job. X.509 writes "no end" so (RFC 5280)."""
+
 
 def server_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
     """The context of a server; None without a certificate."""
@@ -67,9 +72,8 @@ def new_identity() -> Identity:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # It ends with its process; dates would only make the clocks of two nodes matter.
-        .not_valid_before(datetime.datetime(2000, 1, 1))
-        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
+        .not_valid_before(ALWAYS)
+        .not_valid_after(FOR_EVER)
         .sign(key, hashes.SHA256())
     )
     pem, unencrypted = serialization.Encoding.PEM, serialization.NoEncryption()

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 
 from holdfast.platforms.kubernetes import names
 from holdfast.platforms.kubernetes.manifest import ElasticJob, read_job
 from holdfast.platforms.kubernetes.operator import objects
-from holdfast.runtime.observe import wall_clock
 from holdfast.runtime.tls import client_tls, server_tls
 from holdfast.runtime.token import read_token
 
@@ -140,7 +140,7 @@ def test_everything_belongs_to_the_very_job() -> None:
     made = [body for _, body in objects.kept(job())]
     claim = objects.claim(job())
     assert claim is not None
-    made += [claim[1], objects.secret(job(), wall_clock()), pod(job())]
+    made += [claim[1], objects.secret(job()), pod(job())]
     for body in made:
         (owner,) = body["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"], owner["controller"]) == ("ElasticJob", UID, True)
@@ -210,14 +210,22 @@ def test_the_safe_security_context_wins_unless_the_job_says_so_by_name() -> None
 
 
 def test_a_later_job_of_the_same_name_has_another_secret() -> None:
-    first = objects.secret(job(), wall_clock())
+    first = objects.secret(job())
     assert first["metadata"]["name"].endswith(UID[:8])
-    assert first["data"]["token"] != objects.secret(job(), wall_clock())["data"]["token"]
+    assert first["data"]["token"] != objects.secret(job())["data"]["token"]
+
+
+def test_the_certificate_of_a_job_has_no_end() -> None:
+    """There is nothing to renew, and nothing that a long job outlives."""
+    data = objects.secret(job())["data"]
+    for key in (names.CA_KEY, names.CERT_KEY):
+        certificate = x509.load_pem_x509_certificate(base64.b64decode(data[key]))
+        assert certificate.not_valid_after_utc.year == 9999
 
 
 def test_the_secret_secures_a_connection_to_the_service(tmp_path: Path) -> None:
     """With the very functions that master and agents use, for the name that agents are given."""
-    for key, value in objects.secret(job(), wall_clock())["data"].items():
+    for key, value in objects.secret(job())["data"].items():
         (tmp_path / key).write_bytes(base64.b64decode(value))
         (tmp_path / key).chmod(0o440)
     assert len(read_token(tmp_path / names.TOKEN_KEY)) == 64
@@ -241,7 +249,7 @@ def test_the_secret_secures_a_connection_to_the_service(tmp_path: Path) -> None:
 
 
 def test_the_secret_s_certificate_is_for_no_other_job(tmp_path: Path) -> None:
-    for key, value in objects.secret(job(name="other"), wall_clock())["data"].items():
+    for key, value in objects.secret(job(name="other"))["data"].items():
         (tmp_path / key).write_bytes(base64.b64decode(value))
     server = server_tls(tmp_path / names.CERT_KEY, tmp_path / names.KEY_KEY)
     client = client_tls(tmp_path / names.CA_KEY)

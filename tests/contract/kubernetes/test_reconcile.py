@@ -91,9 +91,12 @@ def test_a_new_job_gets_everything_and_its_first_master_last() -> None:
     assert conditions(decision)["Malformed"]["status"] == "False"
 
 
-def test_a_job_whose_master_runs_needs_nothing() -> None:
+def test_a_job_whose_master_runs_needs_nothing_but_a_look_at_its_secret() -> None:
+    """Nobody may watch Secrets, so one that is deleted makes no noise by itself."""
     obj = settled(manifest(status=counted(1)), master_pod(0))
-    assert rec.reconcile(see(obj, master_pod(0)), T0 + 100) == rec.Decision()
+    now = T0 + 100
+    decision = rec.reconcile(see(obj, master_pod(0)), now)
+    assert decision == rec.Decision((rec.CheckSecret(),), again_at=now + rec.SECRET_LOOK_S)
 
 
 def test_the_same_sight_leads_to_the_same_decision() -> None:

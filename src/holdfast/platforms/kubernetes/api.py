@@ -156,12 +156,16 @@ class Api:
         namespace: str | None = None,
         *,
         strict: bool = False,
+        dry_run: bool = False,
     ) -> dict[str, Any]:
         """Make it; Conflict if it is there already. `strict`: unknown fields are Rejected.
 
-        Servers before 1.25 do not know `strict` and drop such fields without a word.
+        Servers before 1.25 do not know `strict` and drop such fields without a word. `dry_run`:
+        the server answers as if it made it, and does not.
         """
-        params = {"fieldValidation": "Strict"} if strict else None
+        params = {"fieldValidation": "Strict"} if strict else {}
+        if dry_run:
+            params["dryRun"] = "All"
         return await self._write("POST", kind.path(namespace), body, params=params)
 
     async def apply(

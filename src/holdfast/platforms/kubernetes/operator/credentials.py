@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The secrets of one job: its token, and a certificate for its master that only this job trusts."""
 
-import datetime
 import secrets
 from collections.abc import Sequence
 
@@ -11,23 +10,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from holdfast.platforms.kubernetes import names
+from holdfast.runtime import tls
 from holdfast.runtime.token import TOKEN_BYTES
 
-VALID_DAYS = 3650
-"""Longer than any job: a certificate that runs out in the middle of one helps nobody."""
-CLOCK_SKEW = datetime.timedelta(days=1)
-"""The clock of a node may be behind that of the operator."""
 
-
-def new_credentials(hosts: Sequence[str], now: float) -> dict[str, bytes]:
+def new_credentials(hosts: Sequence[str]) -> dict[str, bytes]:
     """What goes into a job's Secret, for a master that is reached under these names.
 
-    The authority signs this one certificate, and its key is then forgotten.
+    The authority signs this one certificate, and its key is then forgotten. Nothing runs out in the
+    middle of a job, so nothing has to be renewed: the certificate is trusted by this job alone, and
+    its key is deleted with the job's Secret.
     """
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = _name("holdfast job")
     authority = (
-        _certificate(authority_name, authority_name, authority_key, now)
+        _certificate(authority_name, authority_name, authority_key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs=True), critical=True)
         .sign(authority_key, hashes.SHA256())
@@ -35,7 +32,7 @@ def new_credentials(hosts: Sequence[str], now: float) -> dict[str, bytes]:
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     certificate = (
-        _certificate(_name("holdfast master"), authority_name, key, now)
+        _certificate(_name("holdfast master"), authority_name, key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(issuer, critical=False)
@@ -62,17 +59,16 @@ def _name(text: str) -> x509.Name:
 
 
 def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: float
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
 ) -> x509.CertificateBuilder:
-    today = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(today - CLOCK_SKEW)
-        .not_valid_after(today + datetime.timedelta(days=VALID_DAYS))
+        .not_valid_before(tls.ALWAYS)
+        .not_valid_after(tls.FOR_EVER)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
 

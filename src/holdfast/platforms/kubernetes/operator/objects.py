@@ -85,19 +85,24 @@ def claim(job: ElasticJob) -> tuple[Kind, Body] | None:
     return PVCS, body
 
 
-def secret(job: ElasticJob, now: float) -> Body:
+def secret(job: ElasticJob) -> Body:
     """The job's token and certificate. New with every call: it is made once and never changed."""
     service = names.master_name(job.name)
     in_namespace = f"{service}.{job.namespace}"
     hosts = (service, in_namespace, f"{in_namespace}.svc", f"{in_namespace}.svc.cluster.local")
-    credentials = new_credentials((*hosts, "localhost"), now)
+    credentials = new_credentials((*hosts, "localhost"))
+    data = {key: base64.b64encode(value).decode() for key, value in credentials.items()}
+    return {**secret_shell(job), "data": data}
+
+
+def secret_shell(job: ElasticJob) -> Body:
+    """The job's Secret without what is secret in it: enough to ask whether it is there."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": _metadata(job, names.secret_name(job.name, job.uid)),
         "type": "Opaque",
         "immutable": True,
-        "data": {key: base64.b64encode(value).decode() for key, value in credentials.items()},
     }
 
 

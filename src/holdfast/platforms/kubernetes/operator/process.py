@@ -42,6 +42,9 @@ from holdfast.runtime.observe import Say, wall_clock
 AROUND_MASTERS = (PODS, SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, PVCS)
 """What is watched besides the jobs. Secrets are not: nobody needs the right to read them."""
 
+LOST = "SecretLost"
+"""The reason of an Event about a Secret that a person deleted."""
+
 PAUSE_S = 0.5
 PAUSE_MAX_S = 30.0
 """Between two tries for one job."""
@@ -200,7 +203,9 @@ class Operator:
                 case rec.Create(kind, body):
                     await self._create(kind, body)
                 case rec.CreateSecret():
-                    await self._create_secret(job)
+                    await self._create_secret(seen)
+                case rec.CheckSecret():
+                    await self._check_secret(job)
                 case rec.RemovePod(name, uid):
                     await api.delete(PODS, name, job.namespace, uid=uid)
                 case rec.StopNodes():
@@ -240,11 +245,32 @@ class Operator:
         self._say(f"{wanted.metadata.namespace}: {kind.plural} {wanted.metadata.name} is made")
         self._sight.hear_child(kind, made, asked_at)
 
-    async def _create_secret(self, job: ElasticJob) -> None:
+    async def _create_secret(self, seen: Observed) -> None:
+        job = seen.job
         try:
-            await self._api.create(SECRETS, objects.secret(job, self._now()), job.namespace)
+            await self._api.create(SECRETS, objects.secret(job), job.namespace)
         except Conflict:
             return  # Its name has the job's uid: it is this job's, and stays for its life.
+        if rec.has_run(seen):
+            text = (
+                f"the Secret {names.secret_name(job.name, job.uid)} was deleted, and a new one is "
+                "made with another token: nodes that have the old one are refused and replaced"
+            )
+            await self._tell(_about(job.namespace, job.name, job.uid), rec.Tell(LOST, text, True))
+
+    async def _check_secret(self, job: ElasticJob) -> None:
+        try:
+            await self._api.create(SECRETS, objects.secret_shell(job), job.namespace, dry_run=True)
+        except Conflict:
+            return  # It is there.
+        master = names.master_name(job.name)
+        text = (
+            f"the Secret {names.secret_name(job.name, job.uid)} was deleted. The job goes on, but "
+            "pods of new nodes cannot start without it. To have a new one made, delete the "
+            f"master's pod ({master}-N): the master comes back with another token, and the nodes "
+            "that have the old one are replaced"
+        )
+        await self._tell(_about(job.namespace, job.name, job.uid), rec.Tell(LOST, text, True))
 
     async def _stop_nodes(self, job: ElasticJob) -> None:
         labels = names.selector(job.name)

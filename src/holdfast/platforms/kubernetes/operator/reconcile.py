@@ -42,6 +42,9 @@ LONG_S = 3600.0
 PAUSE_MAX_S = 300.0
 OVERDUE_S = 30.0
 """A pod that is still there so long after its grace period is on a machine that is cut off."""
+SECRET_LOOK_S = 600.0
+"""How often the operator asks whether a running job's Secret is there. It may not watch Secrets:
+who may watch them may read them."""
 KEPT_PODS = 2
 """The newest pods of masters, which stay for their logs."""
 
@@ -71,6 +74,11 @@ class Create:
 @dataclass(frozen=True, slots=True)
 class CreateSecret:
     """The job needs its token and certificate; those that are there stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSecret:
+    """Say so if the job's Secret is gone: new nodes cannot start without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +116,16 @@ class DeleteJob:
 
 
 Action = (
-    Confirm | Apply | Create | CreateSecret | RemovePod | StopNodes | WriteStatus | Tell | DeleteJob
+    Confirm
+    | Apply
+    | Create
+    | CreateSecret
+    | CheckSecret
+    | RemovePod
+    | StopNodes
+    | WriteStatus
+    | Tell
+    | DeleteJob
 )
 
 
@@ -143,7 +160,7 @@ def reconcile(seen: Observed, now: float, *, default_image: str = "") -> Decisio
         return Decision()
     if seen.status.phase in FINAL:
         return _after_the_end(seen, now)
-    if not _has_run(seen):
+    if not has_run(seen):
         waits = _why_it_waits(seen)
         if waits is not None:
             return Decision(_report(seen, waits, now))
@@ -153,6 +170,8 @@ def reconcile(seen: Observed, now: float, *, default_image: str = "") -> Decisio
     if master.launch:
         return Decision(_launch(seen, master, now, default_image), master.again_at)
     actions = (*_missing(seen), *_old_pods(seen), *_report(seen, master, now))
+    if master.runs:
+        return Decision((*actions, CheckSecret()), now + SECRET_LOOK_S)
     return Decision(actions, master.again_at)
 
 
@@ -161,7 +180,8 @@ def refused(seen: Observed, text: str, now: float) -> tuple[Action, ...]:
     return _report(seen, _Master(reason="Refused", text=text), now)
 
 
-def _has_run(seen: Observed) -> bool:
+def has_run(seen: Observed) -> bool:
+    """Whether the job has, or had, a master."""
     return seen.status.master.launches > 0 or bool(seen.pods)
 
 
@@ -258,7 +278,7 @@ def _launch(seen: Observed, lost: _Master, now: float, default_image: str) -> tu
         quick_losses=lost.quick_losses,
     )
     is_told = seen.status.condition(MASTER_RUNNING).reason == lost.reason
-    told = () if is_told or not _has_run(seen) else (Tell(lost.reason, lost.text, warning=True),)
+    told = () if is_told or not has_run(seen) else (Tell(lost.reason, lost.text, warning=True),)
     starting = _Master(text=f"pod {body['metadata']['name']}: it is being started")
     return (
         Confirm(),
@@ -373,11 +393,11 @@ def _report(
 
 def _phase(seen: Observed, master: _Master, launches: int | None) -> str:
     """Of a job whose master has not spoken yet; empty if it has, and the phase is the master's."""
-    has_run = _has_run(seen) or launches is not None
+    is_begun = has_run(seen) or launches is not None
     is_ours = seen.status.phase in ("", CREATED, PENDING)
-    if not is_ours and _has_run(seen):
+    if not is_ours and has_run(seen):
         return ""
-    if has_run:
+    if is_begun:
         return PENDING
     return SUSPENDED if master.reason == SUSPENDED else CREATED
 
@@ -388,7 +408,7 @@ def _malformed(seen: Observed) -> Condition:
         notes = "; ".join(str(problem) for problem in seen.problems) or SOUND
         return Condition(type=MALFORMED, status="False", reason="Accepted", message=notes)
     text = "; ".join(fatal)
-    if _has_run(seen):
+    if has_run(seen):
         text = f"the job goes on as it was before this: {text}"
     return Condition(type=MALFORMED, status="True", reason=MALFORMED, message=text)
 
