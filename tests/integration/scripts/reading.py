@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that read a dataset in step with each other, and save at every step.
 
-Every rank writes down what it has read before it saves, so the samples that a model has seen can be
-told afterwards: those of the lives that led to it.
+What the model has seen is told in two ways that know nothing of each other. Every rank writes down
+what it has read before it saves: the samples of the lives that led to the last step. And the model
+itself counts every sample that any rank read, in a buffer that is saved and restored with it.
 """
 
 import json
@@ -27,17 +28,22 @@ def write(**line: object) -> None:
     os.close(file)
 
 
-def how_many(count: int) -> int:
-    """The sum over all ranks."""
-    total = torch.tensor(count)
-    dist.all_reduce(total)
-    return int(total)
+def read_by_all(samples: list[int]) -> torch.Tensor:
+    """What all ranks have read in this step."""
+    own = torch.full((BATCH,), -1)
+    own[: len(samples)] = torch.tensor(samples, dtype=torch.long)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    everything = torch.cat(parts)
+    return everything[everything >= 0]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    size, epochs = int(os.environ["SIZE"]), int(os.environ["EPOCHS"])
     model = torch.nn.Linear(4, 1)
+    model.register_buffer("counts", torch.zeros(epochs, size, dtype=torch.uint8))
     checkpointer = Checkpointer(
         FOLDER / "saves",
         storage=EverySteps(100),
@@ -46,9 +52,9 @@ def main() -> None:
     )
     shards = DataShards(
         "train",
-        size=int(os.environ["SIZE"]),
+        size=size,
         shard_size=1000,
-        epochs=2,
+        epochs=epochs,
         shuffle="samples",
         checkpointer=checkpointer,
     )
@@ -61,15 +67,19 @@ def main() -> None:
             samples, claims = reader.draw(BATCH)
             spans = [(part.given, upto) for part, upto in claims]
             assert shards.holdings.deliver(claims)
-            if how_many(len(samples)) == 0:
+            everything = read_by_all(samples.tolist())
+            if len(everything) == 0:
                 break
             step += 1
+            # A sample that two ranks read in one step must count twice.
+            model.counts[epoch] += torch.bincount(everything, minlength=size).to(torch.uint8)
             write(step=step, epoch=epoch, samples=samples.tolist(), spans=spans)
             checkpointer.save(step, model=model, extra={"round": ROUND})
             shards.holdings.finish(claims)
             note("step", step)
         assert not shards.holdings.has_more(epoch)
     checkpointer.wait(120.0)
+    write(counted=torch.bincount(model.counts.flatten().long()).tolist())
     note("end", step)
     dist.barrier()
 
