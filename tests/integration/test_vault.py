@@ -147,13 +147,13 @@ def test_a_lost_node_is_restored_from_its_peers(jobs: Jobs, how: dict[str, str])
     env = start(jobs, VAULT_SHARED="0", VAULT_SLOTS="3", **how)
     words = ("--nnodes", "2", "--nproc-per-node", "2", VAULTED)
     master = jobs.master()
-    nodes = [
-        jobs.node(master, *words, name=name, **{**env, "HOLDFAST_MEMORY_DIR": str(memory)})
-        for name, memory in zip("ab", memories, strict=True)
-    ]
+    jobs.node(master, *words, name="a", **{**env, "HOLDFAST_MEMORY_DIR": str(memories[0])})
+    # It keeps its place, whether the next node comes before or after the second one is given up:
+    # places go by the ranks of nodes, and those by the order in which they join.
+    master.wait_line("node rank 0 joined")
+    lost = jobs.node(master, *words, name="b", **{**env, "HOLDFAST_MEMORY_DIR": str(memories[1])})
     jobs.wait_for("step", lambda event: event.step >= 6, count=4)
     reached = max(event.step for event in jobs.events("step"))
-    lost = nodes[1]
     jobs.kill_all(node="b")
     lost.wait()
     shutil.rmtree(memories[1])
