@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,16 +189,17 @@ class Jobs:
             **more,
         }
 
-    def start(self, *words: str, **env: str) -> Command:
-        """Start `holdfast WORDS...`; keywords are more environment."""
-        argv = [sys.executable, "-m", "holdfast.cli", *words]
+    def start(self, *words: str, prefix: Sequence[str] = (), **env: str) -> Command:
+        """Start `holdfast WORDS...`, by the command `prefix` if there is one; keywords are more
+        environment."""
+        argv = [*prefix, sys.executable, "-m", "holdfast.cli", *words]
         command = Command(argv, self.environment(**env), self.folder)
         self.commands.append(command)
         return command
 
-    def run(self, *words: str, **env: str) -> Command:
+    def run(self, *words: str, prefix: Sequence[str] = (), **env: str) -> Command:
         """Start `holdfast run WORDS...`."""
-        return self.start("run", *words, **env)
+        return self.start("run", *words, prefix=prefix, **env)
 
     def master(
         self,
@@ -222,10 +223,17 @@ class Jobs:
         master.token_file = state / "token"
         return master
 
-    def node(self, master: MasterCommand, *words: str, name: str = "", **env: str) -> Command:
+    def node(
+        self,
+        master: MasterCommand,
+        *words: str,
+        name: str = "",
+        prefix: Sequence[str] = (),
+        **env: str,
+    ) -> Command:
         """Start `holdfast run --master ... WORDS...`: one node of a job with several."""
         where = ("--master", master.address, "--token-file", str(master.token_file))
-        return self.run(*where, *words, STEPS_NODE=name, **env)
+        return self.run(*where, *words, prefix=prefix, STEPS_NODE=name, **env)
 
     def write(self, name: str, text: str) -> str:
         """Make a file in the folder; returns its path."""

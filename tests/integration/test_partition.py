@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.integration.control import observe
+from tests.integration.faults import ip
 from tests.integration.jobs import SCRIPTS, Command, Jobs, MasterCommand
 
 QUICK = ("--http", "off", "--insecure", "--beat", "0.5", "--silence", "4", "--lease", "6")
@@ -47,10 +48,6 @@ class Island:
         command = Command(argv, jobs.environment(STEPS_NODE=name), jobs.folder)
         jobs.commands.append(command)
         return command
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=120)
 
 
 @pytest.fixture
