@@ -3,7 +3,7 @@
 
 from holdfast.core.job import events as ev
 from holdfast.core.job.checkpoints import RETURN_S, SETTLE_S
-from holdfast.model.checkpoint import NONE, Shape, Version, rank_part
+from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
 from holdfast.model.ids import Round
 from holdfast.protocol import checkpoints as c
 from tests.core.harness import of_kind
@@ -26,6 +26,19 @@ def test_what_is_restored_from_memory_goes_to_storage() -> None:
     orders = ledger.pushed(c.PersistOrder)
     assert [(node, order.parts) for node, order in orders] == [
         (0, (rank_part(0),)),
+        (1, (rank_part(1),)),
+    ]
+
+
+def test_a_part_is_written_by_who_runs_its_rank_and_not_from_a_copy() -> None:
+    """A copy that is held for a slow storage would stop the copies of all later steps."""
+    ledger, shape = Ledger(2), Shape(2, shared=True)
+    everything = [holding(V5, part, shape) for part in (SHARED, rank_part(0), rank_part(1))]
+    for node in (0, 1):
+        ledger.restore(node, *everything, prepared=V5, breakpoint=True)
+    orders = ledger.pushed(c.PersistOrder)
+    assert [(node, order.parts) for node, order in orders] == [
+        (0, (rank_part(0), SHARED)),
         (1, (rank_part(1),)),
     ]
 

@@ -44,8 +44,8 @@ class Copies:
         self._plan: tuple[Transfer, ...] | None = None
         self._is_running = False
         self._safe = NONE
-        #: Set when copies did not get through: then training does not wait for them.
-        self._is_stalled = False
+        #: Copies did not get through: training does not wait for them until one does.
+        self.is_stalled = False
         #: Set while there are copies, but fewer than wanted.
         self._is_short = False
 
@@ -56,13 +56,13 @@ class Copies:
 
     def begin_round(self, round: int) -> None:
         """Other nodes may be there now; what was not safe before will not be any more."""
-        self._round, self._plan, self._is_stalled = round, None, False
+        self._round, self._plan, self.is_stalled = round, None, False
         self._due.clear()
         self._release(version for version in list(self._pins) if version != self._safe)
 
     def part_sealed(self, version: Version, part: str) -> None:
         """A part of a due version is sealed: hold it still."""
-        if not self._is_stalled:
+        if not self.is_stalled:
             self._pin(version, part)
 
     def overtaken(self, versions: Iterable[Version]) -> None:
@@ -94,7 +94,7 @@ class Copies:
         try:
             while self._due:
                 # When copies fail, only the newest is worth the while of whoever takes it.
-                version = max(self._due) if self._is_stalled else min(self._due)
+                version = max(self._due) if self.is_stalled else min(self._due)
                 step, round = self._due.pop(version), self._round
                 try:
                     await self._skip([older for older in self._due if older < version])
@@ -222,7 +222,7 @@ class Copies:
 
     def _is_safe(self, step: SavedStep) -> None:
         """Every node has its copies of this version elsewhere: older ones may go."""
-        self._safe, self._is_stalled = step.version, False
+        self._safe, self.is_stalled = step.version, False
         for part in step.parts:
             self._pin(step.version, part)
         self._release(older for older in list(self._pins) if older < step.version)
@@ -258,6 +258,6 @@ class Copies:
                 self._memory.unpin(pin)
 
     def _stall(self, why: str) -> None:
-        if not self._is_stalled:
-            self._is_stalled = True
+        if not self.is_stalled:
+            self.is_stalled = True
             self._means.say(f"training goes on without waiting for copies on other nodes: {why}")

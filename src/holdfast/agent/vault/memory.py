@@ -108,13 +108,15 @@ class Memory:
         wait_s: float = ROOM_S,
         avoid: frozenset[str] = frozenset(),
         give_up: Callable[[], bool] = lambda: False,
+        give_up_s: float = ROOM_S,
     ) -> Path:
         """A slot for writing; waits while all are read. RejectedError: there is not enough memory.
 
-        One of those to `avoid` is given if there is no other. After `wait_s`, `give_up` is asked to
-        let go of what can be done without.
+        One of those to `avoid` is given if there is no other. After `give_up_s` and after `wait_s`,
+        `give_up` is asked to let go of what can be done without.
         """
-        until = self._loop.time() + wait_s
+        begin = self._loop.time()
+        until, ask_at = begin + wait_s, begin + min(give_up_s, wait_s)
         while True:
             granted = self._means.arena.grant(key, size, slots, avoid)
             if not isinstance(granted, Busy):
@@ -127,10 +129,13 @@ class Memory:
                     lambda _: self._loop.call_soon_threadsafe(self.room_may_be_free)
                 )
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(ask_at):
                     await freed.wait()
             except TimeoutError:
-                if not give_up():
+                if give_up():
+                    continue
+                is_last, ask_at = ask_at == until, until
+                if is_last:
                     raise RejectedError(
                         f"no memory slot of part {key.part} became free within {wait_s:g} s: "
                         f"{granted.why}"

@@ -10,7 +10,7 @@ from holdfast.agent.vault.copies import Copies
 from holdfast.agent.vault.fetch import Fetcher
 from holdfast.agent.vault.marking import Marking
 from holdfast.agent.vault.means import Means
-from holdfast.agent.vault.memory import Memory
+from holdfast.agent.vault.memory import ROOM_S, Memory
 from holdfast.agent.vault.open import Opener
 from holdfast.agent.vault.persist import Persister
 from holdfast.agent.vault.storage import Depot
@@ -92,6 +92,7 @@ class SeriesKeeper:
             self.series.slots,
             avoid=frozenset(ask.untouched),
             give_up=self.copies.give_up_oldest,
+            give_up_s=0.0 if self.copies.is_stalled else ROOM_S,
         )
         self._granted[ask.part] = path
         return c.SlotGrant(str(path), self._lineage)

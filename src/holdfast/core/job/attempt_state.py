@@ -92,7 +92,7 @@ class AttemptState:
         loads: dict[NodeId, int] = {}
         orphans, self.orphans = sorted(self.orphans), set()
         for part in orphans:
-            writer = writer_of(inventory.holders(self.version, part), crew, loads)
+            writer = writer_of(part, inventory.holders(self.version, part), crew, loads)
             if writer is not None:
                 self.writers[part] = writer
             elif self.shape.shared and part != SHARED and not inventory.has_whole(self.version):
@@ -144,11 +144,19 @@ class AttemptState:
         return ""
 
 
-def writer_of(holders: Collection[NodeId], crew: Crew, loads: dict[NodeId, int]) -> NodeId | None:
-    """Who writes a part that several may hold: who is there and has the least to write."""
+def writer_of(
+    part: str, holders: Collection[NodeId], crew: Crew, loads: dict[NodeId, int]
+) -> NodeId | None:
+    """Who writes a part that several may hold: who is there and has the least to write.
+
+    A node that runs the part's rank comes first. On others it is a copy, of which there are two
+    slots: one that is held for a slow storage would stop the copies of all later steps.
+    """
     here = [node_id for node_id in holders if node_id in crew.present]
     if not here:
         return None
-    chosen = min(here, key=lambda node: (loads.get(node, 0), crew.place(node)))
+    chosen = min(
+        here, key=lambda node: (not crew.runs(node, part), loads.get(node, 0), crew.place(node))
+    )
     loads[chosen] = loads.get(chosen, 0) + 1
     return chosen

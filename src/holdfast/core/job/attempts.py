@@ -112,7 +112,7 @@ class Attempts:
         writers: dict[str, NodeId] = {}
         loads: dict[NodeId, int] = {}
         for part in shape.parts():
-            writer = writer_of(inventory.holders(version, part), self._crew, loads)
+            writer = writer_of(part, inventory.holders(version, part), self._crew, loads)
             if writer is not None:
                 writers[part] = writer
             elif part == SHARED or not shape.shared:

@@ -2,6 +2,7 @@
 """Who is there, as the ledger of checkpoints sees it. Nothing here is durable."""
 
 from holdfast.core.job.placement import Ring
+from holdfast.model.checkpoint import SHARED, rank_of
 from holdfast.model.ids import NodeId, Round
 from holdfast.model.world import Member, World
 from holdfast.protocol.checkpoints import Peer
@@ -80,6 +81,13 @@ class Crew:
     def place(self, node_id: NodeId) -> tuple[int, int]:
         """Sorts nodes: members by group rank, then the others."""
         return self.index.get(node_id, len(self.index)), node_id
+
+    def runs(self, node_id: NodeId, part: str) -> bool:
+        """Whether this part belongs to a rank that the node runs now."""
+        if self.world is None or part == SHARED or node_id not in self.index:
+            return False
+        first = self._first_rank[node_id]
+        return first <= rank_of(part) < first + self.world.members[self.index[node_id]].nproc
 
     def address(self, node_id: NodeId) -> str:
         """Where the node serves parts of checkpoints, as in `Peer.address`; empty if nowhere."""
