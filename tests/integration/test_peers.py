@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from holdfast.checkpoint.parity import rebuild
-from holdfast.checkpoint.peer_server import CONNECTIONS_MAX
+from holdfast.checkpoint.peer_server import ANSWERS_MAX
 from holdfast.checkpoint.peers import PeerClient
 from holdfast.checkpoint.slots import HEADER, META_MAX, Slot, SlotMeta, lay_out
 from holdfast.checkpoint.wire import Wire
@@ -467,7 +467,7 @@ def test_silent_connections_do_not_keep_others_out(start: Callable[..., Node]) -
     node = start(idle_s=IMPATIENT_S)
     node.shelf.save(contents(10))
     with contextlib.ExitStack() as stack:
-        for _ in range(2 * CONNECTIONS_MAX):
+        for _ in range(2 * ANSWERS_MAX):
             address = ("127.0.0.1", node.server.port)
             stack.enter_context(socket.create_connection(address, LIMIT_S))
         assert node.client().look(GET, LIMIT_S).holding.part == PART
@@ -475,7 +475,7 @@ def test_silent_connections_do_not_keep_others_out(start: Callable[..., Node]) -
 
 def test_many_at_once(node: Node, target: Callable[[int], Slot]) -> None:
     saved = node.shelf.save(contents(MB))
-    slots = [target(saved.offer.holding.length) for _ in range(3 * CONNECTIONS_MAX)]
+    slots = [target(saved.offer.holding.length) for _ in range(3 * ANSWERS_MAX)]
     with ThreadPoolExecutor(len(slots)) as pool:
         client = node.client()
         list(pool.map(lambda slot: client.fetch(GET, saved.offer, slot, LIMIT_S), slots))

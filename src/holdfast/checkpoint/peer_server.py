@@ -7,31 +7,36 @@ After the handshake a connection carries one request after another:
     PartPut -> PartWanted(offset), then the raw bytes from there on come, -> Done
 
 Either may be refused instead. A thread serves each connection, as bytes are moved by blocking
-calls; how many there are is limited, and those who come later wait in the kernel's queue.
+calls. How many requests are answered at once is limited; the others wait. Connections that have not
+proved the token are limited too, and cut for newer ones: they keep no peer waiting.
 """
 
 import contextlib
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from holdfast.checkpoint.digests import digest_of
 from holdfast.checkpoint.receivers import Receiver
 from holdfast.checkpoint.slots import Slot, SlotMeta
-from holdfast.checkpoint.wire import IDLE_S, Wire, interrupt
+from holdfast.checkpoint.wire import IDLE_S, Wire
 from holdfast.model.checkpoint import Holding, Version
 from holdfast.model.errors import HoldfastError, ProtocolError, RejectedError, StateError
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import PartBytes, PartGet, PartPut, PartWanted
 from holdfast.runtime.blocking import tune
+from holdfast.runtime.doors import ACCEPT_PAUSE_S, Strangers, interrupt
 from holdfast.runtime.transport import join_address
 
-CONNECTIONS_MAX = 16
-ACCEPT_PAUSE_S = 0.1
+ANSWERS_MAX = 16
+"""Requests that are answered at once."""
+STRANGERS_MAX = 128
 CLOSING_S = 5.0
 """How long the threads may take to end."""
 
@@ -106,7 +111,8 @@ class PeerServer:
         self.address = join_address(host, self.port)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._places = threading.Semaphore(CONNECTIONS_MAX)
+        self._places = threading.Semaphore(ANSWERS_MAX)
+        self._strangers = Strangers(STRANGERS_MAX)
         self._serving: dict[socket.socket, threading.Thread] = {}
         self._uploads: dict[tuple[str, Version, str, str], _Upload] = {}
         self._accepting = threading.Thread(target=self._accept, name="peers", daemon=True)
@@ -119,14 +125,14 @@ class PeerServer:
             serving = dict(self._serving)
         for peer in (self._listener, *serving):
             interrupt(peer)
-        self._places.release()
+        if serving:
+            self._places.release(len(serving))  # They are on their way out and need no place.
         for thread in (self._accepting, *serving.values()):
             thread.join(CLOSING_S)
         self._listener.close()
 
     def _accept(self) -> None:
         while True:
-            self._places.acquire()
             try:
                 peer, _ = self._listener.accept()
                 if self._tls is not None:
@@ -135,9 +141,10 @@ class PeerServer:
                         peer, server_side=True, do_handshake_on_connect=False
                     )
             except OSError:
-                self._places.release()
                 # Either this is the end, or one connection could not be had: it broke already, or
                 # there are no descriptors, which may last.
+                with self._lock:
+                    self._strangers.cut_oldest()
                 if self._closing.wait(ACCEPT_PAUSE_S):
                     return
                 continue
@@ -146,6 +153,7 @@ class PeerServer:
                 if self._closing.is_set():
                     peer.close()
                     return
+                self._strangers.enter(peer, partial(interrupt, peer))
                 self._serving[peer] = thread
             thread.start()
 
@@ -155,12 +163,26 @@ class PeerServer:
             # come again, or its own side says what is wrong.
             with contextlib.suppress(OSError, HoldfastError):
                 wire = Wire.accept(peer, self._token, self._idle_s)
+                with self._lock:
+                    self._strangers.leave(peer)
                 while True:
-                    self._answer(wire, wire.receive())
+                    self._answer_next(wire)
         finally:
-            peer.close()
             with self._lock:
+                self._strangers.leave(peer)
                 self._serving.pop(peer, None)
+            peer.close()
+
+    def _answer_next(self, wire: Wire) -> None:
+        """Hold a place only from the end of the request on: a peer may be slow to ask."""
+        wire.deadline = time.monotonic() + self._idle_s
+        frame = wire.receive()
+        wire.deadline = float("inf")
+        if not self._places.acquire(timeout=self._idle_s):
+            raise TimeoutError("too much is asked for at once")
+        try:
+            self._answer(wire, frame)
+        finally:
             self._places.release()
 
     def _answer(self, wire: Wire, frame: m.Frame) -> None:

@@ -13,13 +13,17 @@ from holdfast.model.errors import ProtocolError
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 from holdfast.runtime.blocking import HANDSHAKE_S, demand_token, dial, left, prove_token
+from holdfast.runtime.doors import interrupt
 from holdfast.runtime.tls import secure_pinned
 
 IDLE_S = 10.0
-"""A peer that neither sends nor takes a byte for this long is given up.
+"""A peer that neither sends nor takes PACE_BYTES in this time, or all that is left, is given up.
 
 A copy that waits holds its slot, and training stops when slots run out: no longer than it takes to
 tell a dead peer from a busy one. How slow a peer may be that goes on is up to the deadline."""
+
+PACE_BYTES = 64 * 1024
+"""Less is no progress: a peer that gives or takes a byte now and then holds a place for ever."""
 
 _PIECE = 1024 * 1024
 _LENGTH_BYTES = 4
@@ -105,7 +109,7 @@ class Wire:
         self.send_bytes(codec.encode(body, call))
 
     def send_bytes(self, data: bytes) -> None:
-        self._limit_wait()
+        self._limit_wait(_Pace(self._idle_s))
         self._peer.sendall(data)
 
     def receive(self) -> m.Frame:
@@ -125,32 +129,43 @@ class Wire:
 
     def receive_into(self, view: memoryview) -> None:
         """Fill the view. Anything less is an error: a closed connection never looks like data."""
-        position = 0
+        position, pace = 0, _Pace(self._idle_s)
         while position < len(view):
-            self._limit_wait()
+            self._limit_wait(pace)
             with view[position:] as rest:
                 count = self._peer.recv_into(rest)
             if count == 0:
                 raise ConnectionResetError("the peer closed the connection in the middle")
             position += count
+            pace.moved(count)
 
     def send_view(self, view: memoryview) -> None:
         """Send these bytes. They may change as soon as this returns."""
         # From the mapping, not by sendfile(2): that was no faster here, cannot go through TLS, and
         # still reads the file's pages after it has returned.
         # Not by sendall(): its time-out would be for all of it, however well the peer gets on.
-        position = 0
+        position, pace = 0, _Pace(self._idle_s)
         while position < len(view):
-            self._limit_wait()
+            self._limit_wait(pace)
             with view[position : position + _PIECE] as piece:
-                position += self._peer.send(piece)
+                count = self._peer.send(piece)
+            position += count
+            pace.moved(count)
 
-    def _limit_wait(self) -> None:
-        self._peer.settimeout(min(self._idle_s, left(self.deadline)))
+    def _limit_wait(self, pace: "_Pace") -> None:
+        self._peer.settimeout(min(left(pace.until), left(self.deadline)))
 
 
-def interrupt(peer: socket.socket) -> None:
-    """Break off a connection that another thread uses; that one has to close it."""
-    with contextlib.suppress(OSError):
-        # Not the TLS socket's own: it would take the state away from under the other thread.
-        socket.socket.shutdown(peer, socket.SHUT_RDWR)
+class _Pace:
+    """Until when the next PACE_BYTES have to be moved."""
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._bytes = 0
+        self.until = time.monotonic() + idle_s
+
+    def moved(self, count: int) -> None:
+        self._bytes += count
+        if self._bytes >= PACE_BYTES:
+            self._bytes = 0
+            self.until = time.monotonic() + self._idle_s

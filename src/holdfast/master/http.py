@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.master.metrics import CONTENT_TYPE, Metrics
-from holdfast.runtime.http import HttpServer, explain
+from holdfast.runtime.http import PROVED, HttpServer, explain
 
 View = Callable[[], dict[str, object]]
 
@@ -84,6 +84,7 @@ def _guarded(application: ASGIApp, key: str) -> ASGIApp:
                 )
                 await refusal(scope, receive, send)
                 return
+            scope["state"][PROVED]()
         await application(scope, receive, send)
 
     return serve

@@ -2,7 +2,8 @@
 """HTTP for people, probes and Prometheus, served inside a process's own event loop.
 
 It shares the loop with the work of the process, so a connection has one request and a few seconds
-for it.
+for it. Everybody may ask for some of it, so every connection is a stranger (`doors.py`) from its
+first byte to its last, unless its request shows a key: nobody is refused for lack of room.
 """
 
 import asyncio
@@ -17,14 +18,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from holdfast.model.errors import StateError, UsageError
+from holdfast.runtime.doors import Strangers, TlsDoor, open_door
 from holdfast.runtime.transport import join_address, split_address
 
-CONNECTIONS_MAX = 64
+STRANGERS_MAX = 256
 CONNECTION_S = 10.0
 """A peer that has not sent its request and read the answer by then is cut off."""
 HEADER_BYTES_MAX = 16 * 1024
 FAREWELL_S = 1.0
 """How long answers that are under way may take when the server closes."""
+
+PROVED = "proved"
+"""In the state of a request: what to call when it has shown a key. Then no flood cuts it."""
 
 _EVERY_ANSWER = [(b"connection", b"close"), (b"cache-control", b"no-store")]
 
@@ -32,8 +37,8 @@ _EVERY_ANSWER = [(b"connection", b"close"), (b"cache-control", b"no-store")]
 class HttpServer:
     """A listening socket in the running event loop."""
 
-    def __init__(self, server: asyncio.Server, state: ServerState, address: str) -> None:
-        self._server = server
+    def __init__(self, door: asyncio.Server | TlsDoor, state: ServerState, address: str) -> None:
+        self._door = door
         self._state = state
         self.address = address
 
@@ -56,27 +61,26 @@ class HttpServer:
             log_level="error",
             access_log=False,
             proxy_headers=False,
-            limit_concurrency=CONNECTIONS_MAX,
             h11_max_incomplete_event_size=HEADER_BYTES_MAX,
         )
         config.load()
         state = ServerState()
         state.default_headers = _EVERY_ANSWER
 
-        def accept() -> _Connection:
-            return _Connection(config=config, server_state=state, app_state={})
+        strangers = Strangers(STRANGERS_MAX)
 
-        loop = asyncio.get_running_loop()
+        def accept() -> _Connection:
+            return _Connection(config, state, strangers)
+
         try:
-            server = await loop.create_server(accept, host, port, ssl=tls, reuse_address=True)
+            door, bound = await open_door(host, port, accept, strangers, tls=tls)
         except OSError as exc:
             raise StateError(f"cannot listen on {listen}: {exc.strerror or exc}") from exc
-        bound = server.sockets[0].getsockname()
-        return cls(server, state, join_address(host, bound[1]))
+        return cls(door, state, join_address(host, bound))
 
     async def close(self) -> None:
         """Stop listening, let the answers under way out within FAREWELL_S, and cut the rest off."""
-        self._server.close()
+        self._door.close()
         for connection in list(self._state.connections):
             connection.shutdown()
         if self._state.tasks:
@@ -86,13 +90,22 @@ class HttpServer:
 
 
 class _Connection(H11Protocol):
-    """Uvicorn's protocol with a limit to the life of a connection."""
+    """Uvicorn's protocol with a limit to the number of connections and to the life of each."""
+
+    def __init__(self, config: Config, state: ServerState, strangers: Strangers) -> None:
+        super().__init__(config, state, {PROVED: self._proved})
+        self._strangers = strangers
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._strangers.enter(self, transport.abort)
         self._deadline = self.loop.call_later(CONNECTION_S, transport.abort)
 
+    def _proved(self) -> None:
+        self._strangers.leave(self)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._strangers.leave(self)
         self._deadline.cancel()
         super().connection_lost(exc)
 

@@ -2,8 +2,8 @@
 """One framed transport for Unix sockets, TCP and TLS.
 
 A `Link` is one connection on which both sides have proved the job's token. Until then a peer can
-send one small frame and nothing else, and has a few seconds for it. Nothing here resolves the
-names of peers: a slow resolver must never stall a server.
+send one small frame and nothing else, has a few seconds for it, and is one of a limited number
+(`doors.py`). Nothing here resolves the names of peers: a slow resolver must never stall a server.
 """
 
 import asyncio
@@ -19,8 +19,11 @@ from holdfast.model.errors import AuthError, ProtocolError, RetryableError, Stat
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 from holdfast.protocol.codec import FrameReader
+from holdfast.runtime.doors import HANDSHAKE_S, Strangers, TlsDoor, open_door
 
-HANDSHAKE_S = 10.0
+STRANGERS_MAX = 16384
+"""All agents of a large job connect at once when their master is back: they must find room."""
+
 UNSENT_BYTES_HIGH = 64 * 1024 * 1024
 """A server takes no more requests of a peer to which it owes this much."""
 
@@ -52,14 +55,21 @@ class Link(asyncio.Protocol):
     _next_number = 0
 
     def __init__(
-        self, handler: Handler, token: bytes, *, is_server: bool, same_user_only: bool = False
+        self,
+        handler: Handler,
+        token: bytes,
+        *,
+        strangers: Strangers | None = None,
+        same_user_only: bool = False,
     ) -> None:
+        """A server's end has `strangers`, which it leaves once the peer has proved the token."""
         Link._next_number += 1
         self.number = Link._next_number
         self.is_open = False
         self._handler = handler
         self._token = token
-        self._is_server = is_server
+        self._strangers = strangers
+        self._is_server = strangers is not None
         self._same_user_only = same_user_only
         self._nonce = os.urandom(codec.NONCE_BYTES)
         self._peer_nonce = b""
@@ -81,9 +91,11 @@ class Link(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES_HIGH)
         self._deadline = self._loop.call_later(HANDSHAKE_S, self._handshake_late)
-        if not self._is_server:
+        if self._strangers is None:
             _tune(transport.get_extra_info("socket"))
-        elif self._same_user_only and not _is_same_user(transport.get_extra_info("socket")):
+            return
+        self._strangers.enter(self, self.abort)
+        if self._same_user_only and not _is_same_user(transport.get_extra_info("socket")):
             self._refuse("auth", "this socket belongs to another user")
         else:
             self._write(m.Challenge(m.VERSION, self._nonce))
@@ -107,6 +119,8 @@ class Link(asyncio.Protocol):
         for timer in (self._deadline, self._patience):
             if timer is not None:
                 timer.cancel()
+        if self._strangers is not None:
+            self._strangers.leave(self)
         if not self.ready.done():
             self.ready.set_exception(RetryableError("the connection broke during the handshake"))
         # Nobody may be waiting for a server's handshake: mark a failed one as seen.
@@ -238,6 +252,8 @@ class Link(asyncio.Protocol):
     def _open(self) -> None:
         self.is_open = True
         self._reader.limit = codec.FRAME_BYTES_MAX
+        if self._strangers is not None:
+            self._strangers.leave(self)
         if self._deadline is not None:
             self._deadline.cancel()
         if not self.ready.done():
@@ -285,7 +301,12 @@ def _credentials(peer: socket.socket) -> tuple[int, int]:
 class Server:
     """A listening socket whose links report to one handler."""
 
-    def __init__(self, server: asyncio.Server, links: weakref.WeakSet[Link], address: str) -> None:
+    def __init__(
+        self,
+        server: asyncio.Server | TlsDoor,
+        links: weakref.WeakSet[Link],
+        address: str,
+    ) -> None:
         self._server = server
         self._links = links
         self.address = address
@@ -299,16 +320,21 @@ class Server:
 
 
 async def listen(
-    address: str, handler: Handler, token: bytes, *, tls: ssl.SSLContext | None = None
+    address: str,
+    handler: Handler,
+    token: bytes,
+    *,
+    tls: ssl.SSLContext | None = None,
+    strangers_max: int = STRANGERS_MAX,
 ) -> Server:
     """Listen on "HOST:PORT" (port 0: the kernel chooses) or "unix:PATH"."""
     loop = asyncio.get_running_loop()
     links: weakref.WeakSet[Link] = weakref.WeakSet()
-
+    strangers = Strangers(strangers_max)
     is_local = address.startswith("unix:")
 
     def accept() -> Link:
-        link = Link(handler, token, is_server=True, same_user_only=is_local)
+        link = Link(handler, token, strangers=strangers, same_user_only=is_local)
         links.add(link)
         return link
 
@@ -319,23 +345,11 @@ async def listen(
             path.chmod(0o600)
             return Server(server, links, address)
         host, port = split_address(address)
-        server = await loop.create_server(
-            accept,
-            host,
-            port,
-            ssl=tls,
-            backlog=65535,
-            reuse_address=True,
-            start_serving=False,
-        )
-        for listening in server.sockets:
-            _tune(listening)
-        await server.start_serving()
+        door, bound = await open_door(host, port, accept, strangers, tls=tls, tune=_tune)
     except OSError as exc:
         why = os.strerror(exc.errno) if exc.errno else str(exc)
         raise StateError(f"cannot listen on {address}: {why}") from exc
-    bound = server.sockets[0].getsockname()
-    return Server(server, links, join_address(host, bound[1]))
+    return Server(door, links, join_address(host, bound))
 
 
 async def connect(
@@ -353,7 +367,7 @@ async def connect(
     loop = asyncio.get_running_loop()
 
     def make() -> Link:
-        return Link(handler, token, is_server=False)
+        return Link(handler, token)
 
     link: Link | None = None
     try:
