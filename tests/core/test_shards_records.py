@@ -4,10 +4,13 @@
 from msgspec.structs import replace
 
 from holdfast.core.job import records as rec
+from holdfast.core.job.positions import NAMES_MAX
 from holdfast.core.job.shards import Shards
 from holdfast.core.kernel import Record
-from holdfast.model.dataset import Dataset
+from holdfast.model.dataset import LISTED, Dataset
+from holdfast.protocol import data as d
 from tests.core.data_ledger import DataLedger, done, failed, returned
+from tests.core.harness import of_kind
 
 TRAIN = Dataset("train", size=100, shard_size=10)
 
@@ -66,3 +69,22 @@ def test_a_journal_with_a_record_for_each_report_leads_to_the_same_state() -> No
             record = replace(record, consumed=())
         before.apply(record)
     assert list(before.snapshot()) == list(ledger.shards.snapshot())
+
+
+def test_a_snapshot_of_many_named_shards_is_in_pieces() -> None:
+    ledger = DataLedger(Dataset("train", LISTED))
+    count, step = 3 * NAMES_MAX + 5, NAMES_MAX // 2
+    names = tuple((f"folder/shard-{number:08}.tar", 7) for number in range(count))
+    for first in range(0, count, step):
+        is_last = first + step >= count
+        ledger.ask("a", d.ShardsAdd(0, "train", first, names[first : first + step], is_last))
+    assert len(ledger.take("a", want=5)) == 5
+    snapshot = list(ledger.shards.snapshot())
+    assert max(len(rec.encode_record(record)) for record in snapshot) < 1024 * 1024
+    assert len(of_kind(rec.ShardsListed, snapshot)) == 3
+    before = ledger.shards.position("train")
+    assert before is not None
+    assert before.listed == names
+    ledger.restart(compact=True)
+    assert ledger.shards.position("train") == before
+    assert list(ledger.shards.snapshot()) == snapshot

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a dataset is: said to others, adopted from a checkpoint, kept in a snapshot."""
 
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
 from holdfast.core.job import records as rec
 from holdfast.core.job.dataset_state import DatasetState, LeaseState, lowest_last
 from holdfast.model.dataset import LISTED, Piece, Position
+
+NAMES_MAX = 10_000
+"""Names of listed shards in one record of a snapshot: a journal's entry has a limit."""
 
 
 def position(state: DatasetState) -> Position:
@@ -98,8 +105,8 @@ def _adopt_names(state: DatasetState, wanted: Position) -> None:
     cutter.is_listed = wanted.is_listed or (is_known and cutter.is_listed)
 
 
-def keep(state: DatasetState) -> rec.DatasetKept:
-    """Everything about a dataset, for a snapshot."""
+def keep(state: DatasetState) -> Iterator[rec.DatasetKept | rec.ShardsListed]:
+    """Everything about a dataset, for a snapshot; no record with more than NAMES_MAX names."""
     leases = tuple(
         rec.LeaseKept(
             lease.number,
@@ -113,10 +120,11 @@ def keep(state: DatasetState) -> rec.DatasetKept:
         )
         for lease in state.leases.values()
     )
-    return rec.DatasetKept(
+    whole = _position(state, sorted(state.open), state.cutter.first_listed)
+    yield rec.DatasetKept(
         state.dataset,
         state.term,
-        _position(state, sorted(state.open), state.cutter.first_listed),
+        replace(whole, listed=whole.listed[:NAMES_MAX]),
         state.next_lease,
         leases,
         tuple(sorted(state.failures.items())),
@@ -125,6 +133,9 @@ def keep(state: DatasetState) -> rec.DatasetKept:
         state.round,
         tuple(state.cutter.ends),
     )
+    for begin in range(NAMES_MAX, len(whole.listed), NAMES_MAX):
+        names = whole.listed[begin : begin + NAMES_MAX]
+        yield rec.ShardsListed(state.dataset.name, whole.first_listed + begin, names)
 
 
 def restored(kept: rec.DatasetKept) -> DatasetState:

@@ -149,7 +149,7 @@ class ShardState:
         for directory, version in self._marked.items():
             yield rec.MarksFolded(directory, version)
         for dataset in self.datasets.values():
-            yield keep(dataset)
+            yield from keep(dataset)
         for session, answer in self.answers.items():
             yield rec.AnswerKept(
                 session, answer.seq, answer.name, answer.node_id, answer.scope, answer.leases
