@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
+from holdfast.core.job.scopes import VALUE_BYTES_MAX
 from holdfast.torch import HoldfastStore
 from tests.masters import Master
 
@@ -434,6 +435,13 @@ def test_a_failed_add_leaves_the_store_usable(holdfast_store: HoldfastStore) -> 
     with pytest.raises(dist.DistStoreError, match="not a number"):
         holdfast_store.add("key", 1)
     assert holdfast_store.get("key") == b"text"
+
+
+def test_a_value_over_the_limit_is_refused_in_words(holdfast_store: HoldfastStore) -> None:
+    holdfast_store.set("key", bytes(VALUE_BYTES_MAX))
+    with pytest.raises(dist.DistStoreError, match=r"for 'key' is over the limit of \d+ bytes"):
+        holdfast_store.append("key", "x")
+    assert holdfast_store.get("key") == bytes(VALUE_BYTES_MAX)
 
 
 def test_torch_does_not_pass_queues_and_lists_through_a_prefix(

@@ -202,6 +202,7 @@ RECORDS: list[Record] = [
         seq=4,
         answer=m.Number(1),
     ),
+    rec.KvAppended(scope=3, key="b", value=b"\xfe", session="s", seq=5, answer=m.Done()),
     rec.KvDropped(scope=3, key="a", session="s", seq=5, answer=m.Number(1)),
     rec.QueueChanged(scope=0, key="q", value=b"e", session="p", seq=1, answer=m.Number(1)),
     rec.QueueChanged(scope=0, key="q", value=b"f", session="p", seq=2, answer=m.Number(2)),

@@ -189,6 +189,17 @@ class KvChanged(Record, frozen=True):
     answer: m.Answer | None = None
 
 
+class KvAppended(Record, frozen=True):
+    """A key's value got longer; the key was made if it was missing."""
+
+    scope: int
+    key: str
+    value: bytes
+    session: str = ""
+    seq: int = 0
+    answer: m.Answer | None = None
+
+
 class KvDropped(Record, frozen=True):
     scope: int
     key: str
@@ -459,6 +470,7 @@ AnyRecord = (
     | NodeDone
     | JobClosed
     | KvChanged
+    | KvAppended
     | KvDropped
     | QueueChanged
     | SessionRemembered

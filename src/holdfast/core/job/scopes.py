@@ -8,9 +8,29 @@ from dataclasses import dataclass, field
 from holdfast.core.job import records as rec
 from holdfast.core.kernel import Record
 from holdfast.protocol import messages as m
+from holdfast.protocol.codec import FRAME_BYTES_MAX
 
 JOB_SCOPE = 0
 """The scope of the whole job; any other number is a round."""
+
+NAME_MAX = 64 * 1024
+"""Characters of the name of a key, a queue or a barrier."""
+VALUE_BYTES_MAX = FRAME_BYTES_MAX - 4 * NAME_MAX
+"""A longer value could be made by appending, but no answer could carry it."""
+SCOPE_BYTES_MAX = 512 * 1024 * 1024
+"""All that a scope holds, with ENTRY_BYTES for each thing in it: its master holds it in memory."""
+ENTRY_BYTES = 128
+SCOPES_MAX = 4096
+"""Only two are in use at a time; a worker that invents others is a mistake."""
+SESSION_MAX = 128
+"""Characters of the name of a session."""
+SESSIONS_MAX = 1 << 18
+"""Sessions that a scope remembers: several for each worker of the largest jobs. A round's are
+forgotten with it, the job's when so many others have changed something since."""
+ANSWERS_BYTES_MAX = 256 * 1024 * 1024
+"""How much the remembered answers of a scope hold, except for the last."""
+PIECE_BYTES = 1024 * 1024
+"""How much of the values one record of a snapshot holds."""
 
 
 @dataclass(slots=True)
@@ -21,8 +41,54 @@ class ScopeState:
     queues: dict[str, deque[bytes]] = field(default_factory=dict)
     #: Releases so far of each barrier.
     barriers: dict[str, int] = field(default_factory=dict)
-    #: The last changing request of each session, and its answer.
+    #: The last changing request of each session, and its answer; who has asked last is last.
     sessions: dict[str, tuple[int, m.Answer]] = field(default_factory=dict)
+    #: What is in it, as the limits count it.
+    held_bytes: int = 0
+    answers_bytes: int = 0
+
+    def put(self, key: str, value: bytes) -> None:
+        self.held_bytes += self.growth(key, len(value))
+        self.values[key] = value
+
+    def growth(self, key: str, length: int) -> int:
+        """By how much it grows when the key gets a value of this length."""
+        old = self.values.get(key)
+        return length - len(old) if old is not None else cost(key, length)
+
+    def drop(self, key: str) -> None:
+        old = self.values.pop(key, None)
+        if old is not None:
+            self.held_bytes -= cost(key, len(old))
+
+    def push(self, key: str, value: bytes) -> None:
+        self.queues.setdefault(key, deque()).append(value)
+        self.held_bytes += cost(key, len(value))
+
+    def pop(self, key: str) -> None:
+        queue = self.queues[key]
+        self.held_bytes -= cost(key, len(queue.popleft()))
+        if not queue:
+            del self.queues[key]
+
+    def release(self, name: str, generation: int) -> None:
+        if name not in self.barriers:
+            self.held_bytes += cost(name, 0)
+        self.barriers[name] = generation
+
+    def remember(self, session: str, seq: int, answer: m.Answer) -> None:
+        self._forget(session)
+        self.sessions[session] = (seq, answer)
+        self.answers_bytes += _weight(answer)
+        while len(self.sessions) > 1 and (
+            len(self.sessions) > SESSIONS_MAX or self.answers_bytes > ANSWERS_BYTES_MAX
+        ):
+            self._forget(next(iter(self.sessions)))
+
+    def _forget(self, session: str) -> None:
+        old = self.sessions.pop(session, None)
+        if old is not None:
+            self.answers_bytes -= _weight(old[1])
 
 
 class Scopes:
@@ -36,8 +102,20 @@ class Scopes:
         self.world_nodes = 0
 
     def of(self, number: int) -> ScopeState:
-        """The scope of that round; empty if nothing was put there yet."""
+        """The scope of that round, to be read; empty if nothing was put there yet."""
+        return self._scopes.get(number) or ScopeState()
+
+    def _changed(self, number: int) -> ScopeState:
         return self._scopes.setdefault(number, ScopeState())
+
+    def over_limit(self, number: int, growth: int) -> str:
+        """Why a scope cannot grow by this much; empty if it can."""
+        if number not in self._scopes and len(self._scopes) >= SCOPES_MAX:
+            return f"there are {SCOPES_MAX} scopes with keys already"
+        if growth > 0 and self.of(number).held_bytes + growth > SCOPE_BYTES_MAX:
+            what = "the job" if number == JOB_SCOPE else f"round {number}"
+            return f"the keys and queues of {what} are full ({SCOPE_BYTES_MAX} bytes): delete some"
+        return ""
 
     def is_over(self, number: int) -> bool:
         """Whether that round is past, and its scope gone with it."""
@@ -51,32 +129,33 @@ class Scopes:
     def apply(self, record: Record) -> None:
         match record:
             case rec.KvChanged():
-                scope = self.of(record.scope)
-                scope.values.update(zip(record.keys, record.values, strict=True))
+                scope = self._changed(record.scope)
+                for key, value in zip(record.keys, record.values, strict=True):
+                    scope.put(key, value)
+                _remember(scope, record)
+            case rec.KvAppended():
+                scope = self._changed(record.scope)
+                scope.put(record.key, scope.values.get(record.key, b"") + record.value)
                 _remember(scope, record)
             case rec.KvDropped():
-                scope = self.of(record.scope)
-                scope.values.pop(record.key, None)
+                scope = self._changed(record.scope)
+                scope.drop(record.key)
                 _remember(scope, record)
             case rec.QueueChanged():
-                scope = self.of(record.scope)
-                queue = scope.queues.setdefault(record.key, deque())
+                scope = self._changed(record.scope)
                 if record.value is not None:
-                    queue.append(record.value)
+                    scope.push(record.key, record.value)
                 else:
-                    queue.popleft()
-                    if not queue:
-                        del scope.queues[record.key]
+                    scope.pop(record.key)
                 _remember(scope, record)
             case rec.SessionRemembered():
-                scope = self.of(record.scope)
-                scope.sessions[record.session] = (record.seq, record.answer)
+                self._changed(record.scope).remember(record.session, record.seq, record.answer)
             case rec.BarrierReleased():
-                scope = self.of(record.scope)
-                scope.barriers[record.name] = record.generation
+                scope = self._changed(record.scope)
+                scope.release(record.name, record.generation)
                 for session, seq in record.sessions:
                     if session:
-                        scope.sessions[session] = (seq, m.Number(record.generation))
+                        scope.remember(session, seq, m.Number(record.generation))
             case rec.ScopesDropped():
                 self.first_round, self.world_nodes = record.before, record.nodes
                 for number in [n for n in self._scopes if JOB_SCOPE < n < record.before]:
@@ -87,9 +166,7 @@ class Scopes:
     def snapshot(self) -> Iterable[Record]:
         yield rec.ScopesDropped(self.first_round, self.world_nodes)
         for number, scope in self._scopes.items():
-            if scope.values:
-                keys, values = tuple(scope.values), tuple(scope.values.values())
-                yield rec.KvChanged(number, keys, values)
+            yield from _values_in_pieces(number, scope.values)
             for key, queue in scope.queues.items():
                 for value in queue:
                     yield rec.QueueChanged(number, key, value)
@@ -99,6 +176,36 @@ class Scopes:
                 yield rec.SessionRemembered(number, session, seq, answer)
 
 
-def _remember(scope: ScopeState, record: rec.KvChanged | rec.KvDropped | rec.QueueChanged) -> None:
+def _values_in_pieces(number: int, values: dict[str, bytes]) -> Iterable[Record]:
+    """Records of about PIECE_BYTES: one of all values would be beyond what a journal can hold."""
+    some: dict[str, bytes] = {}
+    room = PIECE_BYTES
+    for key, value in values.items():
+        if room < 0:
+            yield rec.KvChanged(number, tuple(some), tuple(some.values()))
+            some, room = {}, PIECE_BYTES
+        some[key] = value[:PIECE_BYTES]
+        room -= cost(key, len(some[key]))
+        if len(value) > PIECE_BYTES:
+            yield rec.KvChanged(number, tuple(some), tuple(some.values()))
+            some, room = {}, PIECE_BYTES
+            for begin in range(PIECE_BYTES, len(value), PIECE_BYTES):
+                yield rec.KvAppended(number, key, value[begin : begin + PIECE_BYTES])
+    if some:
+        yield rec.KvChanged(number, tuple(some), tuple(some.values()))
+
+
+def _remember(
+    scope: ScopeState, record: rec.KvChanged | rec.KvAppended | rec.KvDropped | rec.QueueChanged
+) -> None:
     if record.session and record.answer is not None:
-        scope.sessions[record.session] = (record.seq, record.answer)
+        scope.remember(record.session, record.seq, record.answer)
+
+
+def cost(name: str, length: int) -> int:
+    """What a key, an element of a queue or a barrier counts."""
+    return ENTRY_BYTES + len(name) + length
+
+
+def _weight(answer: m.Answer) -> int:
+    return ENTRY_BYTES + (len(answer.value) if isinstance(answer, m.Value) else 0)

@@ -9,12 +9,20 @@ A request is known by its session and number. The last answer to each session's 
 part of the durable state, so that a repeated request changes nothing and gets the same answer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.scopes import JOB_SCOPE, Scopes, ScopeState
+from holdfast.core.job.scopes import (
+    JOB_SCOPE,
+    NAME_MAX,
+    SESSION_MAX,
+    VALUE_BYTES_MAX,
+    Scopes,
+    ScopeState,
+    cost,
+)
 from holdfast.core.job.waits import HeldState, Waits
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId
@@ -24,7 +32,7 @@ INT_LIMIT = 1 << 63
 """Sums are kept within the signed 64 bits that other stores have."""
 
 
-_Change = m.KvSet | m.KvMultiSet | m.KvAdd | m.KvAppend | m.KvCompareSet
+_Change = m.KvSet | m.KvMultiSet | m.KvAdd | m.KvCompareSet
 
 
 class Sync:
@@ -71,6 +79,9 @@ class Sync:
         if self._scopes.is_over(body.scope):
             _answer(outcome, event, m.Refused("fenced", f"round {body.scope} is over"))
             return outcome
+        if len(event.session) > SESSION_MAX:
+            _answer(outcome, event, m.Refused("rejected", "the name of the session is too long"))
+            return outcome
         scope = self._scopes.of(body.scope)
         last = scope.sessions.get(event.session)
         if event.session and last is not None and event.seq <= last[0]:
@@ -92,6 +103,8 @@ class Sync:
                 _answer(outcome, event, m.Number(len(scope.values)))
             case m.KvKeys():
                 _answer(outcome, event, m.Keys(tuple(scope.values)))
+            case m.KvAppend():
+                self._append(outcome, event, body, scope)
             case m.KvDelete():
                 self._delete(outcome, event, body, scope)
             case m.QueuePush() | m.QueuePop() | m.QueueLength():
@@ -110,11 +123,47 @@ class Sync:
         if isinstance(change, m.Refused | m.Value):
             return _answer(outcome, event, change)
         keys, values, answer = change
+        lengths = [len(value) for value in values]
+        growth = sum(map(scope.growth, keys, lengths))
+        if problem := self._problem(body.scope, keys, lengths, growth):
+            return _answer(outcome, event, problem)
         record = rec.KvChanged(body.scope, keys, values, event.session, event.seq, answer)
         commit(self, outcome, record)
         _answer(outcome, event, answer)
         for key in keys:
             self._key_arrived(outcome, body.scope, key)
+
+    def _append(
+        self, outcome: Outcome, event: ev.KvRequested, body: m.KvAppend, scope: ScopeState
+    ) -> None:
+        length = len(scope.values.get(body.key, b"")) + len(body.value)
+        growth = scope.growth(body.key, length)
+        if problem := self._problem(body.scope, (body.key,), (length,), growth):
+            return _answer(outcome, event, problem)
+        record = rec.KvAppended(
+            body.scope, body.key, body.value, event.session, event.seq, m.Done()
+        )
+        commit(self, outcome, record)
+        _answer(outcome, event, m.Done())
+        self._key_arrived(outcome, body.scope, body.key)
+
+    def _problem(
+        self, scope_number: int, names: Sequence[str], lengths: Sequence[int], growth: int
+    ) -> m.Refused | None:
+        """Why a scope does not take values of these lengths; None if it does."""
+        for name, length in zip(names, lengths, strict=True):
+            if len(name) > NAME_MAX:
+                return m.Refused(
+                    "rejected", f"a name of {len(name)} characters is over the limit of {NAME_MAX}"
+                )
+            if length > VALUE_BYTES_MAX:
+                return m.Refused(
+                    "rejected",
+                    f"a value of {length} bytes for {name[:200]!r} is over the limit of "
+                    f"{VALUE_BYTES_MAX} bytes",
+                )
+        why = self._scopes.over_limit(scope_number, growth)
+        return m.Refused("rejected", why) if why else None
 
     def _delete(
         self, outcome: Outcome, event: ev.KvRequested, body: m.KvDelete, scope: ScopeState
@@ -161,6 +210,10 @@ class Sync:
             case m.QueueLength():
                 _answer(outcome, event, m.Number(len(queue)))
             case m.QueuePush():
+                length = len(body.value)
+                growth = cost(body.key, length)
+                if problem := self._problem(body.scope, (body.key,), (length,), growth):
+                    return _answer(outcome, event, problem)
                 answer = m.Number(len(queue) + 1)
                 commit(self, outcome, _queue_record(event, body.value, answer))
                 _answer(outcome, event, answer)
@@ -190,6 +243,10 @@ class Sync:
     # ---- barriers -------------------------------------------------------------------------------
 
     def _arrive(self, outcome: Outcome, event: ev.KvRequested, body: m.Barrier, now: float) -> None:
+        is_new = body.name not in self._scopes.of(body.scope).barriers
+        growth = cost(body.name, 0) if is_new else 0
+        if problem := self._problem(body.scope, (body.name,), (0,), growth):
+            return _answer(outcome, event, problem)
         arrived = self._arrived.setdefault((body.scope, body.name), {})
         earlier = arrived.get(body.member)
         if earlier is not None:
@@ -218,7 +275,7 @@ class Sync:
     def _recheck_barriers(self) -> Outcome:
         """A lost node is no longer waited for."""
         outcome = Outcome()
-        for arrived in [arrived for arrived in self._arrived.values() if arrived]:
+        for arrived in list(self._arrived.values()):
             body = self._waits[next(iter(arrived.values()))].request.body
             assert isinstance(body, m.Barrier)
             self._release_if_full(outcome, body)
@@ -242,6 +299,8 @@ class Sync:
             arrived = self._arrived.get((body.scope, body.name), {})
             if arrived.get(body.member) == number:
                 del arrived[body.member]
+                if not arrived:
+                    del self._arrived[body.scope, body.name]
         return held
 
     def _forget_node(self, node_id: NodeId) -> None:
@@ -298,8 +357,6 @@ def _new_values(
                 counts = f"{len(body.keys)} keys came with {len(body.values)} values"
                 return m.Refused("rejected", counts)
             return body.keys, body.values, m.Done()
-        case m.KvAppend():
-            return (body.key,), (scope.values.get(body.key, b"") + body.value,), m.Done()
         case m.KvAdd():
             current = _integer(scope.values.get(body.key, b"0"))
             if current is None:
