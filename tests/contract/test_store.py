@@ -7,6 +7,7 @@ Where the two differ on purpose a test says so by name; docs/store.md lists thos
 import gc
 import itertools
 import multiprocessing
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,6 +62,15 @@ def wrapped(request: pytest.FixtureRequest, store: Store) -> Store:
         return store
     prefixed = dist.PrefixStore("one", store)
     return prefixed if request.param == "prefixed" else dist.PrefixStore("two", prefixed)
+
+
+@pytest.fixture(params=["TCPStore", "HoldfastStore", "TCPStore, prefixed"])
+def queues(request: pytest.FixtureRequest) -> Store:
+    """Stores that have queues: not HoldfastStore in a PrefixStore, as a test below says."""
+    if request.param == "HoldfastStore":
+        return request.getfixturevalue("holdfast_store")
+    tcp = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=LONG, wait_for_workers=False)
+    return tcp if request.param == "TCPStore" else dist.PrefixStore("one", tcp)
 
 
 @pytest.fixture
@@ -178,6 +188,26 @@ def test_add_append_and_compare_set_end_a_wait_too(
     wrapped.append("appended", "x")
     wrapped.compare_set("swapped", "", "x")
     assert waiting.result(LIMIT_S) is None
+
+
+def test_a_signal_does_not_end_a_wait(wrapped: Store, threads: ThreadPoolExecutor) -> None:
+    heard = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.set())
+    main = threading.get_ident()
+
+    def disturb(store: Store) -> None:
+        for _ in range(5):
+            signal.pthread_kill(main, signal.SIGUSR1)
+        store.set("later", "value")
+
+    try:
+        disturbing = threads.submit(disturb, wrapped.clone())
+        wrapped.wait(["later"])
+        assert disturbing.result(LIMIT_S) is None
+        assert wrapped.get("later") == b"value"
+        assert heard.wait(LIMIT_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_nothing_to_wait_for(wrapped: Store) -> None:
@@ -327,30 +357,66 @@ def test_a_prefix_is_part_of_the_key(store: Store) -> None:
 # ---- queues -------------------------------------------------------------------------------------
 
 
-def test_a_queue_is_first_in_first_out(store: Store) -> None:
+def test_a_queue_is_first_in_first_out(queues: Store) -> None:
     for value in ("1", b"\xff", "3"):
-        store.queue_push("queue", value)
-    assert store.queue_len("queue") == 3
-    assert [store.queue_pop("queue") for _ in range(3)] == [b"1", b"\xff", b"3"]
-    assert store.queue_len("queue") == 0
+        queues.queue_push("queue", value)
+    assert queues.queue_len("queue") == 3
+    assert [queues.queue_pop("queue") for _ in range(3)] == [b"1", b"\xff", b"3"]
+    assert queues.queue_len("queue") == 0
 
 
-def test_an_empty_queue(store: Store) -> None:
-    store.set_timeout(SHORT)
-    assert store.queue_len("queue") == 0
+def test_an_empty_queue(queues: Store) -> None:
+    queues.set_timeout(SHORT)
+    assert queues.queue_len("queue") == 0
     with pytest.raises(dist.QueueEmptyError):
-        store.queue_pop("queue", block=False)
+        queues.queue_pop("queue", block=False)
     with pytest.raises(dist.DistStoreError, match=r"wait timeout after 100ms, keys: .*queue"):
-        store.queue_pop("queue")
+        queues.queue_pop("queue")
 
 
-def test_each_element_is_popped_once(store: Store, threads: ThreadPoolExecutor) -> None:
+def test_each_element_is_popped_once(queues: Store, threads: ThreadPoolExecutor) -> None:
     waiting: list[Future[bytes]] = [
-        threads.submit(store.clone().queue_pop, "queue") for _ in range(4)
+        threads.submit(queues.clone().queue_pop, "queue") for _ in range(4)
     ]
     for value in "abcd":
-        store.queue_push("queue", value)
+        queues.queue_push("queue", value)
     assert sorted(pop.result(LIMIT_S) for pop in waiting) == [b"a", b"b", b"c", b"d"]
+
+
+def test_check_and_wait_see_a_queue_with_elements(
+    queues: Store, threads: ThreadPoolExecutor
+) -> None:
+    assert not queues.check(["queue"])
+    with pytest.raises(dist.DistStoreError, match="timeout after 100ms"):
+        queues.wait(["queue"], SHORT)
+    waiting = threads.submit(queues.clone().wait, ["queue", "key"])
+    queues.set("key", "")
+    queues.queue_push("queue", "element")
+    assert waiting.result(LIMIT_S) is None
+    assert queues.check(["queue", "key"])
+    assert queues.queue_pop("queue") == b"element"
+    assert not queues.check(["queue"])
+
+
+def test_two_queues_carry_questions_and_answers(queues: Store, threads: ThreadPoolExecutor) -> None:
+    def answer(store: Store) -> None:
+        for _ in range(20):
+            store.queue_push("answers", store.queue_pop("questions") + b"!")
+
+    answering = threads.submit(answer, queues.clone())
+    for number in range(20):
+        queues.queue_push("questions", str(number))
+        assert queues.queue_pop("answers") == f"{number}!".encode()
+    assert answering.result(LIMIT_S) is None
+
+
+def test_a_queue_is_no_key_to_count_list_or_delete(queues: Store) -> None:
+    before = queues.num_keys()
+    queues.queue_push("queue", "element")
+    assert queues.num_keys() == before
+    assert not any("queue" in key for key in queues.list_keys())
+    assert queues.delete_key("queue") is False
+    assert queues.queue_len("queue") == 1
 
 
 def test_a_queue_and_a_key_of_one_name_do_not_meet(store: Store) -> None:

@@ -183,3 +183,36 @@ def test_a_snapshot_of_many_and_of_large_values_is_in_pieces() -> None:
     again = replayed(snapshot)
     assert list(again.snapshot()) == snapshot
     assert again.view() == sync.view()
+
+
+# ---- queues that are looked for -----------------------------------------------------------------
+
+
+def test_check_and_wait_see_a_queue_with_elements() -> None:
+    job = store()
+    check = m.KvCheck(1, ("q", "k"))
+    job.answer(m.KvSet(1, "k", b""))
+    assert job.answer(check) == m.Number(0)
+    job.ask(m.KvWait(1, ("q", "k"), LONG_S), "b")
+    assert m.Done() in answers(job.ask(m.QueuePush(1, "q", b"x"), "a"))
+    assert job.answer(check) == m.Number(1)
+    assert job.answer(m.KvWait(1, ("q",), 0.0)) == m.Done()
+    job.answer(m.QueuePop(1, "q", 0.0))
+    assert job.answer(check) == m.Number(0)
+    assert job.answer(m.KvCount(1)) == m.Number(1)
+
+
+def test_a_wait_for_a_queue_ends_though_a_pop_was_first() -> None:
+    job = store()
+    job.ask(m.QueuePop(1, "q", LONG_S), "a")
+    job.ask(m.KvWait(1, ("q",), LONG_S), "b")
+    said = answers(job.ask(m.QueuePush(1, "q", b"x"), "a"))
+    assert m.Done() in said
+    assert m.Value(b"x") in said
+
+
+def test_a_queue_is_no_value() -> None:
+    job = store()
+    job.ask(m.KvGet(1, ("q",), LONG_S), "b")
+    assert answers(job.ask(m.QueuePush(1, "q", b"x"), "a")) == [m.Number(1)]
+    assert m.Values((b"v",)) in answers(job.ask(m.KvSet(1, "q", b"v"), "a"))

@@ -47,6 +47,10 @@ class ScopeState:
     held_bytes: int = 0
     answers_bytes: int = 0
 
+    def has(self, key: str) -> bool:
+        """Whether `check` and `wait` find it: a key, or a queue with elements."""
+        return key in self.values or key in self.queues
+
     def put(self, key: str, value: bytes) -> None:
         self.held_bytes += self.growth(key, len(value))
         self.values[key] = value

@@ -97,7 +97,7 @@ class Sync:
             case m.KvGet() | m.KvWait():
                 self._wait_for_keys(outcome, event, now)
             case m.KvCheck():
-                found = all(key in scope.values for key in body.keys)
+                found = all(scope.has(key) for key in body.keys)
                 _answer(outcome, event, m.Number(int(found)))
             case m.KvCount():
                 _answer(outcome, event, m.Number(len(scope.values)))
@@ -177,7 +177,7 @@ class Sync:
     def _wait_for_keys(self, outcome: Outcome, event: ev.KvRequested, now: float) -> None:
         body, scope = event.body, self._scopes.of(event.body.scope)
         assert isinstance(body, m.KvGet | m.KvWait)
-        missing = {key for key in body.keys if key not in scope.values}
+        missing = _missing(body, scope)
         if missing:
             self._waits.hold(event, missing, body.timeout_s, now)
         else:
@@ -188,7 +188,7 @@ class Sync:
         for number in self._waits.arrived(scope_number, key):
             request = self._waits[number].request
             assert isinstance(request.body, m.KvGet | m.KvWait)
-            gone = {other for other in request.body.keys if other not in scope.values}
+            gone = _missing(request.body, scope)
             if gone:
                 self._waits.wait_again(number, gone)
             else:
@@ -217,6 +217,8 @@ class Sync:
                 answer = m.Number(len(queue) + 1)
                 commit(self, outcome, _queue_record(event, body.value, answer))
                 _answer(outcome, event, answer)
+                # A wait takes nothing away: it ends before a pop may empty the queue again.
+                self._key_arrived(outcome, body.scope, body.key)
                 self._serve_queue(outcome, body.scope, body.key)
             case m.QueuePop():
                 if queue:
@@ -339,6 +341,13 @@ def _answer(outcome: Outcome, event: ev.KvRequested, answer: m.Answer) -> None:
     outcome.commands.append(Reply(event.link, event.call, answer))
 
 
+def _missing(body: m.KvGet | m.KvWait, scope: ScopeState) -> set[str]:
+    """A queue with elements is there for a wait; it has no value to get."""
+    if isinstance(body, m.KvGet):
+        return {key for key in body.keys if key not in scope.values}
+    return {key for key in body.keys if not scope.has(key)}
+
+
 def _found(body: m.KvGet | m.KvWait, scope: ScopeState) -> m.Answer:
     if isinstance(body, m.KvGet):
         return m.Values(tuple(scope.values[key] for key in body.keys))
@@ -382,7 +391,7 @@ def _queue_record(event: ev.KvRequested, value: bytes | None, answer: m.Answer) 
 
 
 def _queue_key(key: str) -> str:
-    """Queues have names of their own: a key and a queue of one name never meet."""
+    """What a pop waits for: an element, not a key of the same name."""
     return "\0queue\0" + key
 
 
