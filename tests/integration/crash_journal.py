@@ -39,6 +39,9 @@ class CrashingJournal:
     def end(self) -> int:
         return self._journal.end()
 
+    def since_snapshot(self) -> tuple[int, int]:
+        return self._journal.since_snapshot()
+
     def append(self, entries: Sequence[Entry]) -> None:
         self._commits += 1
         if self._commits == self._at and self._side == "before":

@@ -30,6 +30,9 @@ class Journal(Protocol):
         """The number of the last entry that is durable: it rises with each, snapshots included, and
         never goes back, whoever owns the journal."""
 
+    def since_snapshot(self) -> tuple[int, int]:
+        """How many entries, and how many bytes, follow the newest snapshot, whoever wrote them."""
+
     def append(self, entries: Sequence[Entry]) -> None:
         """Make these durable, together. Called from one thread at a time."""
 

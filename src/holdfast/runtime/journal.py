@@ -34,6 +34,7 @@ _INSERT = "INSERT INTO entries (seq, at_s, wall_s, payload, crc) VALUES "
 #: master takes a while to give it back: so most appends are one run, which is a transaction too.
 _INSERTS = [_INSERT + ", ".join(["(?, ?, ?, ?, ?)"] * count) for count in range(ROWS_MAX + 1)]
 _Row = tuple[int, float, float, bytes, int]
+_COUNT = "SELECT count(*), coalesce(sum(length(payload)), 0) FROM entries WHERE seq > ?"
 _SELECT = "SELECT seq, at_s, wall_s, payload, crc FROM entries ORDER BY seq"
 
 _WAY_OUT = "restore the folder from a copy, or start the job anew in an empty state directory"
@@ -109,6 +110,13 @@ class SqliteJournal:
         """The number of the last row."""
         return self._next - 1
 
+    def since_snapshot(self) -> tuple[int, int]:
+        """Counted by SQLite; a journal that has never been compacted has no snapshot."""
+        with _clear_errors(self._path):
+            last = int(_meta(self._db).get("snapshot", 0))
+            count, size = self._db.execute(_COUNT, (last,)).fetchone()
+        return count, size
+
     def append(self, entries: Sequence[Entry]) -> None:
         """One transaction, one fsync."""
         rows = self._rows(entries)
@@ -128,7 +136,8 @@ class SqliteJournal:
                 self._db.execute("BEGIN IMMEDIATE")
                 self._db.execute("DELETE FROM entries")
                 self._insert(rows)
-                self._db.execute("UPDATE meta SET value = ? WHERE key = 'first'", (self._next,))
+                meta = {"first": self._next, "snapshot": self._next + len(rows) - 1}
+                self._db.executemany("REPLACE INTO meta (key, value) VALUES (?, ?)", meta.items())
             self._next += len(rows)
             # The snapshot is durable already; if its move out of the log fails for lack of space,
             # nothing is lost, and SQLite tries again at a later append.
@@ -154,17 +163,18 @@ class SqliteJournal:
 class MemoryJournal:
     """The same guarantees for as long as the process lives: for simulation, and without state."""
 
-    def __init__(self, entries: Sequence[Entry] = (), end: int = 0) -> None:
-        """`end` is the number of the last of these entries."""
+    def __init__(self, entries: Sequence[Entry] = (), end: int = 0, snapshot: int = 0) -> None:
+        """`end` is the number of the last of these entries, the first `snapshot` are a snapshot."""
         self._entries = list(entries)
         self._end = end
+        self._snapshot = snapshot
         self._is_open = True
 
     def reopen(self) -> "MemoryJournal":
         """What the next master finds after this owner has closed, or has died (close it then)."""
         if self._is_open:
             raise StateError("the journal in memory is in use by another master; close that first")
-        return MemoryJournal(self._entries, self._end)
+        return MemoryJournal(self._entries, self._end, self._snapshot)
 
     def load(self) -> list[Entry]:
         """Every entry, in order."""
@@ -174,6 +184,12 @@ class MemoryJournal:
     def end(self) -> int:
         """The number of the last entry."""
         return self._end
+
+    def since_snapshot(self) -> tuple[int, int]:
+        """The entries after those of the snapshot."""
+        self._check_open()
+        after = self._entries[self._snapshot :]
+        return len(after), sum(len(entry.payload) for entry in after)
 
     def append(self, entries: Sequence[Entry]) -> None:
         """All or, when reading them fails, none."""
@@ -186,6 +202,7 @@ class MemoryJournal:
         """Replace all entries."""
         self._check_open()
         self._entries = list(snapshot)
+        self._snapshot = len(self._entries)
         self._end += len(self._entries)
 
     def close(self) -> None:
@@ -263,7 +280,8 @@ def _check_meta(path: Path, db: sqlite3.Connection, job: str) -> None:
             f"the journal {path} was written by a newer Holdfast (format {written}); this one "
             f"reads up to {FORMAT}: upgrade Holdfast or choose another state directory"
         )
-    is_whole = "entries" in tables and "job" in meta and meta.get("first", "").isdecimal()
+    numbers = (meta.get("first", ""), meta.get("snapshot", "0"))
+    is_whole = "entries" in tables and "job" in meta and all(map(str.isdecimal, numbers))
     if written != str(FORMAT) or not is_whole:
         raise StateError(f"the journal {path} is damaged (its header is incomplete); {_WAY_OUT}")
     if meta["job"] != job:

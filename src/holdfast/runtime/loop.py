@@ -19,7 +19,8 @@ LATE_S = 0.1
 """A tick that comes this late waits as long again."""
 
 COMPACT_AFTER = 50_000
-"""Entries after which the journal is replaced by a snapshot."""
+COMPACT_AFTER_BYTES = 512 * 1024 * 1024
+"""Entries, or bytes of them, after which the journal is replaced by a snapshot."""
 
 
 class JobClock:
@@ -71,7 +72,8 @@ class Driver:
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
-        self._since_snapshot = 0
+        #: As an earlier master left it: one that is killed often must compact its journal, too.
+        self._since_snapshot, self._bytes_since_snapshot = journal.since_snapshot()
         self._is_stopped = False
         #: How far the journal was when the last commands were executed.
         self.position = journal.end()
@@ -132,10 +134,14 @@ class Driver:
                 if entries:
                     await self._loop.run_in_executor(None, self._journal.append, entries)
                     self._since_snapshot += len(entries)
+                    self._bytes_since_snapshot += sum(len(entry.payload) for entry in entries)
                     self.position = self._journal.end()
                 for command in commands:
                     self._execute(command)
-                if self._since_snapshot >= COMPACT_AFTER and not self._entries:
+                if (
+                    self._since_snapshot >= COMPACT_AFTER
+                    or self._bytes_since_snapshot >= COMPACT_AFTER_BYTES
+                ):
                     await self._compact()
         except StateError as exc:
             # Nothing that was not durable has left; what happens next is for others to decide.
@@ -152,8 +158,12 @@ class Driver:
     async def _compact(self) -> None:
         now, wall_s = self._clock(), self._wall()
         snapshot = [Entry(now, wall_s, self._encode(r)) for r in self._core.snapshot()]
+        # It holds what these would change: under load there are always some.
+        covered = len(self._entries)
         await self._loop.run_in_executor(None, self._journal.compact, snapshot)
-        self._since_snapshot = 0
+        del self._entries[:covered]
+        self.position = self._journal.end()
+        self._since_snapshot = self._bytes_since_snapshot = 0
 
     def _arm(self, now: float) -> None:
         at = self._core.deadline()
