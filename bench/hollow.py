@@ -110,6 +110,9 @@ class HollowAgent:
     def stream_lost(self, why: str) -> None:
         self._fleet.streams_lost += 1
 
+    def not_our_master(self, why: str) -> None:
+        self._fleet.fail(RuntimeError(why))
+
 
 class Fleet:
     """Hollow agents of one job, and the times at which the last of them heard of each world."""

@@ -216,8 +216,8 @@ def test_a_script_with_a_syntax_error(jobs: Jobs) -> None:
 # ---- TLS ------------------------------------------------------------------------------------
 
 
-def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that is its own authority, and its key."""
+def self_signed(folder: Path, name: str, days: float = 1.0) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that is its own authority and ends then, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -228,8 +228,8 @@ def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
         .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(now - datetime.timedelta(days=2))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectAlternativeName([here]), critical=False)
         .sign(key, hashes.SHA256())
     )

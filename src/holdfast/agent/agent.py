@@ -309,6 +309,9 @@ class Agent:
         if not self._core.is_leaving:
             self._say(f"{why}; the workers go on, trying to reach it again")
 
+    def not_our_master(self, why: str) -> None:
+        self._say(f"{why}; trying again")
+
     def _stream_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not self._end.done():
             self._end.set_exception(task.exception() or RuntimeError("the stream ended"))

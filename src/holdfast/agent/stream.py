@@ -23,6 +23,9 @@ BACKOFF_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Pauses between tries, each shortened at random, so that thousands do not come back as one."""
 
 CONNECT_S = 5.0
+REASONS_MAX = 8
+"""What answers there may give another reason each time."""
+
 ANSWERED = Callable[[m.AnyMessage], None]
 
 
@@ -43,6 +46,9 @@ class Owner(Protocol):
 
     def stream_lost(self, why: str) -> None:
         """Said once per outage."""
+
+    def not_our_master(self, why: str) -> None:
+        """What answers during an outage cannot be used; said once per reason and outage."""
 
 
 class MasterStream:
@@ -76,6 +82,8 @@ class MasterStream:
         self._outstanding: dict[int, tuple[m.AnyMessage, str, int, ANSWERED]] = {}
         self._attach_call = 0
         self._sent_at = 0.0
+        #: Why what answers cannot be used, as far as it was said in this outage.
+        self._reasons: set[str] = set()
         self._lost = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -97,9 +105,14 @@ class MasterStream:
                         f"the master does not answer: {exc} (tried for {self._first_contact_s:g} s)"
                     ) from exc
             except (AuthError, ProtocolError) as exc:
-                # Once we had a master it can only be that somebody else sits on its port for now.
+                why = f"no master of this job at {self._address}: {exc}"
                 if self._incarnation == 0:
-                    raise UsageError(f"no master of this job at {self._address}: {exc}") from exc
+                    raise UsageError(why) from exc
+                # Once we had a master this may pass: another program has its port for now, or its
+                # certificate has expired. But only a person may be able to end it.
+                if why not in self._reasons and len(self._reasons) < REASONS_MAX:
+                    self._reasons.add(why)
+                    self._owner.not_our_master(why)
             pause_s = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
             tries += 1
             if pause_s:
@@ -196,6 +209,7 @@ class MasterStream:
                 if body.life:
                     self._told = m.Told(body.journal, body.life, position)
                 self._is_attached = True
+                self._reasons.clear()
                 self._owner.attached(body, sent_at=self._sent_at)
                 for number in list(self._outstanding):
                     self._deliver(number)

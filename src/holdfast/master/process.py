@@ -4,6 +4,7 @@
 import asyncio
 import secrets
 import signal
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -69,6 +70,9 @@ class Surroundings:
 
 ALONE = Surroundings()
 
+CERTIFICATE_LOOK_S = 60.0
+"""How often the files of the certificate are looked at."""
+
 
 def _open_journal(settings: MasterSettings) -> Journal:
     return SqliteJournal.open(settings.state, job=settings.job)
@@ -114,9 +118,13 @@ async def _serve(
         spec = await surroundings.begin(spec)
     engine = build_engine(settings.job, spec, journal, say)
     service, driver = engine.service, engine.driver
-    secured = tls.server_tls(settings.tls_cert, settings.tls_key)
+    secured: ssl.SSLContext | None = None
     async with AsyncExitStack() as open_things:
         open_things.callback(driver.stop)
+        if settings.tls_cert is not None:
+            certificate = tls.ServedCertificate(settings.tls_cert, settings.tls_key)
+            secured = certificate.context
+            open_things.callback(asyncio.create_task(_watch(certificate, say)).cancel)
         server = await listen(settings.listen, service, token, tls=secured)
         open_things.push_async_callback(server.close)
         http_address = ""
@@ -134,6 +142,14 @@ async def _serve(
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await driver.drain()
         return next(end for end in ends if end.done()).result()
+
+
+async def _watch(certificate: tls.ServedCertificate, say: Say) -> None:
+    while True:
+        # In a thread: its files may be on a disk that hangs.
+        for sentence in await asyncio.to_thread(certificate.look, wall_clock()):
+            say(sentence)
+        await asyncio.sleep(CERTIFICATE_LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ its *fingerprint*, and these accept that one certificate and no other.
 import datetime
 import hashlib
 import ipaddress
+import math
 import os
 import socket
 import ssl
@@ -23,11 +24,13 @@ FOR_EVER = datetime.datetime(9999, 12, 31, 23, 59, 59)
 """The dates of certificates that we make. Each ends with its process or its job; others would only
 make the clocks of two nodes matter, and end a long job. X.509 writes "no end" so (RFC 5280)."""
 
+WARN_BEFORE_S = 14 * 86400.0
+WARN_AGAIN_S = 86400.0
+"""When the end of a certificate is said for the first time, and how often again."""
 
-def server_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """The context of a server; None without a certificate."""
-    if certificate is None:
-        return None
+
+def server_tls(certificate: Path, key: Path | None) -> ssl.SSLContext:
+    """The context of a server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -45,6 +48,78 @@ def client_tls(authority: Path | None) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=str(authority))
     except (OSError, ssl.SSLError) as exc:
         raise UsageError(f"the certificate authority {authority} cannot be used: {exc}") from exc
+
+
+class ServedCertificate:
+    """The certificate that a server shows, as its files are: they may be renewed under it.
+
+    Who serves calls `look` from time to time, and tells people what it returns.
+    """
+
+    def __init__(self, certificate: Path, key: Path | None) -> None:
+        """UsageError if the files cannot be used."""
+        self._files = certificate, key
+        self._stamp = _stamp(certificate, key)
+        self._shown = server_tls(certificate, key)
+        self._ends_at = _end_of(certificate)
+        self._warned_at = -math.inf
+        #: For servers; it stays the same one.
+        self.context = server_tls(certificate, key)
+        # Called in every handshake. Loaded into the same context a certificate would stand beside
+        # the old one if their keys are of different kinds, and half of it would stay if it failed.
+        self.context.sni_callback = self._show
+
+    def look(self, wall_s: float) -> list[str]:
+        """Take renewed files into use; sentences about that, and about an end that is near."""
+        said = []
+        stamp = _stamp(*self._files)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._shown = server_tls(*self._files)
+            except UsageError as exc:
+                said.append(f"{exc}; the one before it stays in use")
+            else:
+                self._ends_at, self._warned_at = _end_of(self._files[0]), -math.inf
+                said.append(f"the certificate {self._files[0]} has changed: it is in use now")
+        is_near = wall_s > self._ends_at - WARN_BEFORE_S
+        if is_near and wall_s >= self._warned_at + WARN_AGAIN_S:
+            self._warned_at = wall_s
+            date = datetime.datetime.fromtimestamp(self._ends_at, datetime.UTC)
+            verb, then = ("expires", "after that") if wall_s < self._ends_at else ("expired", "now")
+            said.append(
+                f"the certificate {self._files[0]} {verb} on {date:%Y-%m-%d at %H:%M} UTC: {then} "
+                "agents and commands refuse it; replace the file, the new one is taken into use "
+                "without a restart"
+            )
+        return said
+
+    def _show(self, peer: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        peer.context = self._shown
+
+
+def _stamp(*files: Path | None) -> tuple[tuple[int, int, int] | None, ...]:
+    """What changes when a file does."""
+    return tuple(_stamp_of(file) for file in files if file is not None)
+
+
+def _stamp_of(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _end_of(certificate: Path) -> float:
+    # Imported here: it takes 0.1 s, and only servers under TLS need it.
+    from cryptography import x509
+
+    try:
+        first = x509.load_pem_x509_certificate(certificate.read_bytes())
+    except (OSError, ValueError):
+        return math.inf  # It serves, which matters more than its date.
+    return first.not_valid_after_utc.timestamp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +158,6 @@ def new_identity() -> Identity:
         file.write(certificate.public_bytes(pem))
         file.flush()
         tls = server_tls(Path(f"/proc/self/fd/{file.fileno()}"), None)
-    assert tls is not None
     return Identity(tls, certificate.fingerprint(hashes.SHA256()).hex())
 
 
