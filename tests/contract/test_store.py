@@ -354,6 +354,19 @@ def test_a_prefix_is_part_of_the_key(store: Store) -> None:
     assert not outer.check(["key"])
 
 
+def test_gloo_meets_through_the_store(wrapped: Store, threads: ThreadPoolExecutor) -> None:
+    """Torch's own C++ code asks the store, and not what is called from Python."""
+
+    def sum_of_ranks(store: Store, rank: int) -> float:
+        group = dist.ProcessGroupGloo(store, rank, 2, LONG)
+        number = torch.tensor(1.0 + rank)
+        group.allreduce([number]).wait()
+        return float(number)
+
+    met = [threads.submit(sum_of_ranks, wrapped.clone(), rank) for rank in range(2)]
+    assert [rank.result(LIMIT_S) for rank in met] == [3.0, 3.0]
+
+
 # ---- queues -------------------------------------------------------------------------------------
 
 
