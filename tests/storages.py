@@ -57,6 +57,11 @@ _S3_SETTINGS = {
 }
 
 
+def make(storage: Storage, path: str, content: bytes = b"1") -> None:
+    """A small file, with the directory that it is in."""
+    storage.write(path, memoryview(content), 1)
+
+
 def make_state(seed: int, ranks: int = 2, size: int = 50_000) -> dict[str, dict[str, bytes]]:
     """A small state with a shared part: sizes on and off whole pages, names in folders."""
     rng = random.Random(seed)

@@ -13,7 +13,7 @@ from holdfast.checkpoint.digests import CHUNK, digest_of
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage_port import Storage, readable_size
 from holdfast.model.errors import RetryableError, UsageError
-from tests.storages import s3_server
+from tests.storages import make, s3_server
 
 
 @pytest.fixture(scope="module")
@@ -87,26 +87,34 @@ def test_a_reader_says_when_a_file_ends_too_soon(storage: Storage) -> None:
 
 
 def test_small_files_are_replaced(storage: Storage) -> None:
-    assert storage.get("latest") is None
-    storage.put("latest", b"one")
-    storage.put("latest", b"two")
-    assert storage.get("latest") == b"two"
-    assert storage.files("") == {"latest": 3}
+    assert storage.get("a/latest") is None
+    make(storage, "a/latest")
+    storage.put("a/latest", b"two")
+    assert storage.get("a/latest") == b"two"
+    assert storage.files("") == {"a/latest": 3}
+
+
+def test_a_small_file_makes_no_directory(tmp_path: Path) -> None:
+    """A manifest that comes late would be a checkpoint without files."""
+    storage = open_storage(str(tmp_path / "ckpt"))
+    with pytest.raises(FileNotFoundError):
+        storage.put("a/manifest.json", b"{}")
+    assert not (tmp_path / "ckpt").exists()
 
 
 def test_folders_are_listed_without_the_hidden_one(storage: Storage) -> None:
     assert storage.folders("") == []
     assert storage.files("nothing") == {}
     for path in ("b/x", "a/y", "a/deep/z", ".holdfast/t/x", "plain"):
-        storage.put(path, b"1")
+        make(storage, path)
     assert storage.folders("") == ["a", "b"]
     assert set(storage.files("a")) == {"y", "deep/z"}
 
 
 def test_ages_are_small_for_what_is_new(storage: Storage) -> None:
     assert storage.entries(".holdfast") == {}
-    storage.put(".holdfast/one", b"1")
-    storage.put(".holdfast/two/x", b"1")
+    make(storage, ".holdfast/one")
+    make(storage, ".holdfast/two/x")
     entries = storage.entries(".holdfast")
     assert set(entries) == {"one", "two"}
     assert all(abs(age_s) < 60 for age_s in entries.values())
@@ -114,7 +122,7 @@ def test_ages_are_small_for_what_is_new(storage: Storage) -> None:
 
 def test_removing_takes_files_and_whole_folders(storage: Storage) -> None:
     for path in ("a/x", "a/deep/y", "ab/x", "c"):
-        storage.put(path, b"1")
+        make(storage, path)
     storage.remove("a")
     storage.remove("c")
     storage.remove("never-there")
@@ -128,8 +136,8 @@ def test_a_missing_file_is_no_crash_but_an_error_of_its_kind(storage: Storage) -
 
 def test_renames_and_exchanges_where_they_exist(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "ckpt"))
-    storage.put("one/x", b"1")
-    storage.put("two/x", b"2")
+    make(storage, "one/x", b"1")
+    make(storage, "two/x", b"2")
     assert storage.exchange("one", "two")
     assert (storage.get("one/x"), storage.get("two/x")) == (b"2", b"1")
     storage.rename("one", ".holdfast/three")

@@ -26,6 +26,7 @@ from tests.storages import (
     fill_slot,
     load,
     load_files,
+    make,
     make_state,
     order_for,
     s3_server,
@@ -53,6 +54,12 @@ def series(request: pytest.FixtureRequest, tmp_path: Path) -> Series:
 @pytest.fixture
 def storage(series: Series) -> Storage:
     return open_storage(series.directory)
+
+
+def name_of(storage: Storage, series: Series, step: int) -> str:
+    """What the directory of a step is called here: in a store of objects the attempt is in it."""
+    (one,) = (one for one in list_committed(storage, series) if one.manifest.step == step)
+    return one.name
 
 
 def steps(storage: Storage, series: Series) -> list[int]:
@@ -108,7 +115,7 @@ def test_a_repeated_commit_does_not_move_the_tracker_back(
     commit(storage, series, order)
     save(storage, series, Version(1, 200), make_state(2), "a2", tmp_path)
     commit(storage, series, order)
-    assert storage.get("latest") == series.name(200).encode()
+    assert storage.get("latest") == name_of(storage, series, 200).encode()
 
 
 def test_a_missing_file_stops_the_commit(storage: Storage, series: Series, tmp_path: Path) -> None:
@@ -145,7 +152,7 @@ def test_what_does_not_belong_to_the_checkpoint_is_not_in_it(
 def test_a_step_can_be_saved_twice(storage: Storage, series: Series, tmp_path: Path) -> None:
     """Prior art: saving a step again removed the old directory before the new one was there."""
     save(storage, series, V1, make_state(1), "a1", tmp_path)
-    for number, version in ((2, V1), (3, V2), (4, V2)):
+    for number, version in ((2, V2), (3, Version(3, 100)), (4, Version(7, 100))):
         state = make_state(number, size=50_000 - number)
         save(storage, series, version, state, f"a{number}", tmp_path)
         (committed,) = list_committed(storage, series)
@@ -153,6 +160,23 @@ def test_a_step_can_be_saved_twice(storage: Storage, series: Series, tmp_path: P
         assert load(storage, series, version, tmp_path) == state
         assert storage.get("latest") == committed.name.encode()
         assert len(storage.folders("")) == 1
+
+
+def test_only_an_older_version_is_replaced(
+    storage: Storage, series: Series, tmp_path: Path
+) -> None:
+    """A version names one state: who stores it again has nothing to add."""
+    state = make_state(2)
+    save(storage, series, V2, state, "a1", tmp_path)
+    before = storage.files(name_of(storage, series, 100))
+    save(storage, series, V2, make_state(3), "a2", tmp_path)
+    with pytest.raises(RejectedError, match="lineage 1 is not committed.* newer, of lineage 2"):
+        save(storage, series, V1, make_state(4), "a3", tmp_path)
+    (committed,) = list_committed(storage, series)
+    assert committed.manifest.attempt == "a1"
+    assert storage.files(committed.name) == before
+    assert load(storage, series, V2, tmp_path) == state
+    assert storage.get("latest") == committed.name.encode()
 
 
 def test_the_old_one_is_whole_until_the_new_one_is_committed(
@@ -185,7 +209,7 @@ def test_the_newest_is_by_lineage_then_step(
     for number, version in enumerate([Version(1, 200), Version(1, 300), Version(2, 250)]):
         save(storage, series, version, make_state(number), f"a{number}", tmp_path)
     assert steps(storage, series) == [250, 300, 200]
-    assert storage.get("latest") == series.name(250).encode()
+    assert storage.get("latest") == name_of(storage, series, 250).encode()
 
 
 def test_foreign_things_are_passed_over_and_broken_ones_reported(
@@ -193,10 +217,10 @@ def test_foreign_things_are_passed_over_and_broken_ones_reported(
 ) -> None:
     save(storage, series, V1, make_state(1), "a1", tmp_path)
     save(storage, series, Version(1, 200), make_state(2), "a2", tmp_path)
-    storage.put("notes.txt", b"mine")
-    storage.put("runs/events", b"mine")
-    storage.put("other/manifest.json", b'{"format": "of somebody else"}')
-    path = f"{series.name(200)}/{MANIFEST}"
+    make(storage, "notes.txt", b"mine")
+    make(storage, "runs/events", b"mine")
+    make(storage, "other/manifest.json", b'{"format": "of somebody else"}')
+    path = f"{name_of(storage, series, 200)}/{MANIFEST}"
     manifest = storage.get(path)
     assert manifest is not None
     storage.put(path, manifest.replace(b'"step": 200', b'"step": 201'))
@@ -267,7 +291,7 @@ def test_nothing_is_removed_while_the_newest_is_damaged(
     """Prior art: older checkpoints were removed without a look at the newer one."""
     rules = Series(series.directory, keep_last=1)
     saved_steps(storage, rules, range(1, 4), tmp_path)
-    storage.remove(f"{series.name(3)}/shared.safetensors")
+    storage.remove(f"{name_of(storage, series, 3)}/shared.safetensors")
     with pytest.raises(RejectedError, match=r"newest checkpoint is damaged.*missing"):
         apply_retention(storage, rules)
     assert steps(storage, rules) == [3, 2, 1]
@@ -278,7 +302,7 @@ def test_a_damaged_one_does_not_count_as_kept(
 ) -> None:
     rules = Series(series.directory, keep_last=2)
     saved_steps(storage, rules, range(1, 5), tmp_path)
-    storage.remove(f"{series.name(3)}/shared.safetensors")
+    storage.remove(f"{name_of(storage, series, 3)}/shared.safetensors")
     assert apply_retention(storage, rules) == [1]
     assert steps(storage, rules) == [4, 3, 2]
 
@@ -291,7 +315,7 @@ def test_retention_touches_nothing_outside_its_layout(
     others = Series(series.directory)
     save(storage, others, Version(0, 1), make_state(1, size=10), "b1", tmp_path)
     for path in ("global_step0/weights.pt", "notes.txt", "runs/x", "global_step99x/y"):
-        storage.put(path, b"mine")
+        make(storage, path, b"mine")
     before = storage.files("")
     saved_steps(storage, rules, range(1, 4), tmp_path)
     assert apply_retention(storage, rules) == [1, 2]
@@ -299,7 +323,7 @@ def test_retention_touches_nothing_outside_its_layout(
     assert {
         path: size for path, size in before.items() if path != "latest"
     }.items() <= after.items()
-    assert storage.get("latest") == b"global_step3"
+    assert storage.get("latest") == name_of(storage, rules, 3).encode()
 
 
 def test_steps_can_be_removed_but_not_the_newest(
@@ -309,7 +333,7 @@ def test_steps_can_be_removed_but_not_the_newest(
     assert remove_steps(storage, series, {1, 3, 4, 9}) == [1, 3]
     assert steps(storage, series) == [4, 2]
     assert remove_steps(storage, series, {4}, newest_too=True) == [4]
-    assert storage.get("latest") == series.name(2).encode()
+    assert storage.get("latest") == name_of(storage, series, 2).encode()
 
 
 def test_leftovers_go_when_nobody_needs_them(
@@ -375,7 +399,7 @@ def test_a_file_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> No
 def test_a_foreign_directory_of_the_name_is_set_aside_not_removed(tmp_path: Path) -> None:
     series = Series(f"{tmp_path}/c", pattern="checkpoint-{step}")
     storage = open_storage(series.directory)
-    storage.put("checkpoint-100/trainer_state.json", b"mine")
+    make(storage, "checkpoint-100/trainer_state.json", b"mine")
     (note,) = save(storage, series, V1, make_state(1), "a1", tmp_path)
     assert "is no checkpoint of Holdfast" in note
     assert storage.get("checkpoint-100.aside-a1/trainer_state.json") == b"mine"

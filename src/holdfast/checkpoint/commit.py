@@ -4,33 +4,46 @@
 Whoever dies between two steps of this leaves the old state of the directory or the new one, and
 doing it again from the start finishes it. The order is what guarantees that:
 
-1. All files are there with their sizes, and nothing else is.
-2. The manifest is written beside them.
-3. The directory gets its name. A checkpoint that had the name goes aside in the same move.
-4. The tracker names the newest checkpoint.
-5. What went aside is removed.
+1. The node takes the directory of the attempt: from now on no other changes it (file systems).
+2. All files are there with their sizes, and nothing else is.
+3. The manifest is written beside them.
+4. The directory gets its name. The newest of several checkpoints of a step has the plain one.
+5. The tracker names the newest checkpoint.
+6. Older checkpoints of the step are removed.
+
+A node that stands still between two steps, and goes on when others have committed the same attempt,
+a newer version of the step or a later step, changes nothing of theirs. On file systems that is the
+work of naming.py; in stores of objects every attempt has names of its own.
 """
 
-import errno
 import threading
 from datetime import UTC, datetime
 
 from holdfast.checkpoint.manifest import (
     AGAIN,
-    FORMAT,
     MANIFEST,
     Committed,
+    Manifest,
     encode_manifest,
-    list_committed,
+    is_whole,
+    list_all,
+    list_step,
     make_manifest,
-    read_manifest,
 )
-from holdfast.checkpoint.places import discard, place_of
-from holdfast.checkpoint.storage_port import HIDDEN, Patience, Storage, persistently, readable_size
+from holdfast.checkpoint.naming import give_name, settle_names
+from holdfast.checkpoint.places import claim, discard, is_going, place_of, remove_drafts
+from holdfast.checkpoint.storage_port import Patience, Storage, persistently, readable_size
 from holdfast.model.checkpoint import Series
-from holdfast.model.errors import RejectedError, StateError
+from holdfast.model.errors import RejectedError, RetryableError
 from holdfast.protocol.checkpoints import CommitOrder
 from holdfast.runtime.observe import wall_clock
+
+_TRIES = 10
+"""How often others may change the directory in the middle of this."""
+
+
+class _FilesMissingError(RejectedError):
+    """What an attempt has written is not where it should be."""
 
 
 def commit(
@@ -44,7 +57,8 @@ def commit(
     """Commit what the order describes; returns what the user should know beside that.
 
     It may be done again, by another node too: what is committed already stays as it is.
-    RejectedError or RetryableError when it cannot be done; then the old state stands.
+    RejectedError or RetryableError when it cannot be done; then the old state stands. So also when
+    it was done, but others have replaced the checkpoint by a newer one or removed it since.
     """
     what = f"step {order.version.step} could not be committed in {storage.url}"
     free = storage.free_bytes()
@@ -52,10 +66,24 @@ def commit(
         what += f" ({readable_size(free)} were free there)"
     return persistently(
         what,
-        lambda: _commit(storage, series, order),
+        lambda: _commit_at_last(storage, series, order),
         patience or Patience(),
         stop or threading.Event(),
     )
+
+
+def _commit_at_last(storage: Storage, series: Series, order: CommitOrder) -> list[str]:
+    for _ in range(_TRIES):
+        # Others may have taken what this node works on: then it looks at what there is now.
+        try:
+            return _commit(storage, series, order)
+        except FileNotFoundError:
+            continue
+        except _FilesMissingError:
+            standing = list_step(storage, series.name(order.version.step))
+            if not _is_committed(storage, standing, order):
+                raise
+    return _commit(storage, series, order)
 
 
 def _commit(storage: Storage, series: Series, order: CommitOrder) -> list[str]:
@@ -63,42 +91,63 @@ def _commit(storage: Storage, series: Series, order: CommitOrder) -> list[str]:
     name = series.name(order.version.step)
     if not name or "/" in name or AGAIN in name or name.startswith("."):
         raise RejectedError(f"a checkpoint's directory cannot be called {name!r}")
-    if not _is_committed(storage, name, order.attempt):
+    standing = list_step(storage, name)
+    if _is_committed(storage, standing, order):
+        # By a node that may have died before the names were durable.
+        storage.sync(name)
+    elif storage.can_rename:
+        draft = claim(storage, order.attempt)
+        place = draft or place_of(storage, series, order.attempt, order.version.step)
+        _check_files(storage, place, order)
+        storage.put(f"{place}/{MANIFEST}", _manifest_of(series, order))
+        storage.sync(place)
+        notes += give_name(storage, place, name, order.attempt)
+    else:
         place = place_of(storage, series, order.attempt, order.version.step)
         _check_files(storage, place, order)
-        created = datetime.fromtimestamp(wall_clock(), UTC).isoformat(timespec="milliseconds")
-        manifest = make_manifest(series, order, created)
-        storage.put(f"{place}/{MANIFEST}", encode_manifest(manifest))
-        storage.sync(place)
-        if storage.can_rename:
-            notes += _give_name(storage, place, name, order.attempt)
-    if storage.can_rename:
-        _take_plain_name(storage, name, order.attempt)
-    point_tracker(storage, series)
-    _remove_replaced(storage, name, order.attempt)
+        storage.put(f"{place}/{MANIFEST}", _manifest_of(series, order))
+        _require_files_stay(storage, place, order)
+    if storage.can_rename and standing:
+        notes += settle_names(storage, name, order.attempt)
+        remove_drafts(storage, order.attempt)
+    committed = point_tracker(storage, series)
+    of_step = [one for one in committed if one.manifest.step == order.version.step]
+    if not any(one.version == order.version for one in of_step):
+        raise RejectedError(
+            f"step {order.version.step} of lineage {order.version.lineage} is not there: others have "
+            "replaced it by a newer one or removed it"
+        )
+    if not storage.can_rename:
+        _remove_replaced(storage, of_step)
     return notes
 
 
-def _is_committed(storage: Storage, name: str, attempt: str) -> bool:
-    for place in (name, f"{name}{AGAIN}{attempt}"):
-        try:
-            manifest = read_manifest(storage, place)
-        except StateError:
-            continue
-        if manifest is not None and manifest.attempt == attempt:
-            return True
-    return False
+def _is_committed(storage: Storage, standing: list[Committed], order: CommitOrder) -> bool:
+    """Whether this version is there already; RejectedError if a newer one of the step is."""
+    for one in standing:
+        if one.version > order.version:
+            raise RejectedError(
+                f"step {order.version.step} of lineage {order.version.lineage} is not committed: "
+                f"{storage.full(one.name)} is newer, of lineage {one.version.lineage}"
+            )
+    return any(one.version == order.version and is_whole(storage, one) for one in standing)
+
+
+def _manifest_of(series: Series, order: CommitOrder) -> bytes:
+    created = datetime.fromtimestamp(wall_clock(), UTC).isoformat(timespec="milliseconds")
+    return encode_manifest(make_manifest(series, order, created))
 
 
 def _check_files(storage: Storage, place: str, order: CommitOrder) -> None:
     """Every file is there with its size; what is there beside them is removed."""
     found = storage.files(place)
+    found.pop(MANIFEST, None)
     for file in order.files:
         size = found.pop(file.name, None)
         if size == file.size:
             continue
         state = "is missing" if size is None else f"has {size} bytes instead of {file.size}"
-        raise RejectedError(
+        raise _FilesMissingError(
             f"step {order.version.step} cannot be committed: {storage.full(place)}/{file.name} "
             f"{state}, as seen by the node that commits: is the directory shared between nodes?"
         )
@@ -106,62 +155,26 @@ def _check_files(storage: Storage, place: str, order: CommitOrder) -> None:
         storage.remove(f"{place}/{name}")
 
 
-def _give_name(storage: Storage, place: str, name: str, attempt: str) -> list[str]:
-    try:
-        storage.rename(place, name)
-    except OSError as exc:
-        if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-    else:
-        return []
-    if not _is_ours(storage, name):
-        aside = f"{name}.aside-{attempt}"
-        storage.rename(name, aside)
-        storage.rename(place, name)
-        return [
-            f"{storage.full(name)} was there, but is no checkpoint of Holdfast: "
-            f"it is now {storage.full(aside)}"
-        ]
-    if storage.exchange(place, name):
-        return []
-    # The second best: see `_take_plain_name`.
-    storage.rename(place, f"{name}{AGAIN}{attempt}")
-    return []
+def _require_files_stay(storage: Storage, place: str, order: CommitOrder) -> None:
+    """The manifest may have come when others were removing the files: then it goes too.
 
-
-def _take_plain_name(storage: Storage, name: str, attempt: str) -> None:
-    """Where two directories cannot swap names, the older one goes first.
-
-    At every moment one of the two is there under a name that readers know as this step's.
+    In this order: who removes says so first, and takes that back when nothing is left.
     """
-    again = f"{name}{AGAIN}{attempt}"
-    if not storage.files(again):
-        return
-    if storage.files(name):
-        discard(storage, name, attempt)
-    storage.rename(again, name)
+    is_gone = is_going(storage, place)
+    found = storage.files(place)
+    if is_gone or any(found.get(file.name) != file.size for file in order.files):
+        storage.remove(f"{place}/{MANIFEST}")
+        raise RejectedError(
+            f"step {order.version.step} is not committed: others have removed {storage.full(place)}"
+        )
 
 
-def _is_ours(storage: Storage, name: str) -> bool:
-    """Whether a directory was made by a commit, be its manifest damaged by now."""
-    raw = storage.get(f"{name}/{MANIFEST}")
-    return raw is not None and FORMAT.encode() in raw[:100]
-
-
-def _remove_replaced(storage: Storage, name: str, attempt: str) -> None:
-    """Remove the checkpoints that had the name before."""
-    if storage.can_rename:
-        # After an exchange the older checkpoint is where the newer one was written.
-        storage.remove(f"{HIDDEN}/{attempt}")
-    for other in storage.folders(""):
-        if other != name and not other.startswith(f"{name}{AGAIN}"):
-            continue
-        try:
-            manifest = read_manifest(storage, other)
-        except StateError:
-            continue
-        if manifest is not None and manifest.attempt != attempt:
-            discard(storage, other, attempt)
+def _remove_replaced(storage: Storage, of_step: list[Committed]) -> None:
+    """Remove older checkpoints of a step from a store of objects."""
+    newest = of_step[0]
+    for one in of_step[1:]:
+        if one.version < newest.version and is_whole(storage, newest):
+            discard(storage, one.name)
 
 
 def tracker_text(series: Series, newest: Committed) -> bytes:
@@ -169,14 +182,18 @@ def tracker_text(series: Series, newest: Committed) -> bytes:
     return series.tracker_text.format(name=newest.name, step=newest.manifest.step).encode()
 
 
-def point_tracker(storage: Storage, series: Series) -> None:
-    """Let the tracker name the newest committed checkpoint."""
-    if not series.tracker:
-        return
-    committed = list_committed(storage, series)
-    if not committed:
-        storage.remove(series.tracker)
-        return
-    text = tracker_text(series, committed[0])
-    if storage.get(series.tracker) != text:
+def point_tracker(storage: Storage, series: Series) -> list[Committed]:
+    """Let the tracker name the newest committed checkpoint; returns all that there are.
+
+    Another may have committed between the look and the write: it is looked at again after that.
+    """
+    known: dict[str, Manifest] = {}
+    for _ in range(_TRIES):
+        found = list_all(storage, series, known=known)
+        if not found or not series.tracker:
+            return found
+        text = tracker_text(series, found[0])
+        if storage.get(series.tracker) == text:
+            return found
         storage.put(series.tracker, text)
+    raise RetryableError(f"others keep changing {storage.full(series.tracker)}")

@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 FORMAT = "holdfast-checkpoint"
 FORMAT_VERSION = 1
 AGAIN = "~"
-"""Stands between a checkpoint's name and an attempt, where the plain name was taken."""
+"""Stands between a checkpoint's name and an attempt, where the plain name is not to be had."""
 
 _END = b'"\n}\n'
 
@@ -185,22 +185,67 @@ def list_committed(
     Without a series, checkpoints of any name. What is none of ours is passed over; what looks like
     ours and cannot be read is reported.
     """
+    return newest_per_step(list_all(storage, series, report))
+
+
+def newest_per_step(found: list[Committed]) -> list[Committed]:
+    """Without those that a newer one of the same step has replaced; the newest comes first."""
     newest: dict[int, Committed] = {}
+    for one in found:
+        newest.setdefault(one.manifest.step, one)
+    return list(newest.values())
+
+
+def list_all(
+    storage: Storage,
+    series: Series | None = None,
+    report: Callable[[str], None] | None = None,
+    known: dict[str, Manifest] | None = None,
+) -> list[Committed]:
+    """Every committed checkpoint, the newest first; also several of one step.
+
+    `known` is filled with the manifests that stay what they are for as long as they are there; what
+    is in it is not read again.
+    """
+    known = {} if known is None else known
+    found = []
     with telling(f"{storage.url} could not be listed"):
         names = storage.folders("")
     for name in names:
         try:
-            manifest = read_manifest(storage, name)
+            manifest = known.get(name) or read_manifest(storage, name)
         except StateError as exc:
             if report is not None:
                 report(str(exc))
             continue
-        if manifest is None or not _fits(name, manifest, series):
+        if manifest is None:
             continue
-        other = newest.get(manifest.step)
-        if other is None or _age_key(other.manifest) < _age_key(manifest):
-            newest[manifest.step] = Committed(name, manifest)
-    return sorted(newest.values(), key=lambda committed: committed.version, reverse=True)
+        if not storage.can_rename and AGAIN in name:
+            known[name] = manifest  # A name that only one attempt ever uses.
+        if _fits(name, manifest, series):
+            found.append(Committed(name, manifest))
+    return sorted(found, key=lambda one: _age_key(one.manifest), reverse=True)
+
+
+def list_step(storage: Storage, name: str) -> list[Committed]:
+    """Every committed checkpoint that has this name, or this name with an attempt's."""
+    found = []
+    for folder in storage.folders(""):
+        if folder != name and not folder.startswith(name + AGAIN):
+            continue
+        try:
+            manifest = read_manifest(storage, folder)
+        except StateError:
+            continue
+        if manifest is not None:
+            found.append(Committed(folder, manifest))
+    return found
+
+
+def is_whole(storage: Storage, committed: Committed) -> bool:
+    """Whether every file is there with its size."""
+    found = storage.files(committed.name)
+    return all(found.get(file.name) == file.size for file in committed.manifest.files)
 
 
 def find_committed(storage: Storage, series: Series, version: Version) -> Committed:

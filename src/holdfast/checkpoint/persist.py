@@ -10,7 +10,7 @@ from crc32c import crc32c
 
 from holdfast.checkpoint.digests import RunDigest, chunks_of, combine
 from holdfast.checkpoint.manifest import Committed, is_safe_name
-from holdfast.checkpoint.places import place_of
+from holdfast.checkpoint.places import begin, place_of
 from holdfast.checkpoint.slots import Slot, SlotFile, SlotMeta, align, lay_out
 from holdfast.checkpoint.storage_port import Moved, Patience, Storage, persistently, readable_size
 from holdfast.model.checkpoint import FileEntry, Series
@@ -54,10 +54,9 @@ def write_part(
     if meta is None:
         raise StateError(f"the memory slot {slot.path} is not sealed, so it cannot be stored")
     patience, stop = patience or Patience(), stop or threading.Event()
-    what = f"the place for step {meta.version.step} in {storage.url} could not be found"
-    place = persistently(
-        what, lambda: place_of(storage, series, attempt, meta.version.step), patience, stop
-    )
+    place = place_of(storage, series, attempt, meta.version.step)
+    what = f"the place for step {meta.version.step} in {storage.url} could not be noted"
+    persistently(what, lambda: begin(storage, place, attempt), patience, stop)
     digest = RunDigest()
     entries = tuple(
         _write_file(storage, place, slot, meta.part, file, digest, moved, patience, stop)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where an attempt to store a checkpoint puts its files, until they are one and if they never are.
 
-On a file system: in `.holdfast/<attempt>/`, which is renamed when all is there. In a store of
-objects: straight under the checkpoint's name. There the note `.holdfast/<attempt>@<name>` says that
-the name was used. If it was used before, by a checkpoint or by a try that failed, the attempt's id
-is added to the name: a straggler of the older try can then spoil nothing.
+On a file system: in `.holdfast/<attempt>/`, which is renamed when all is there. The node that
+commits first takes it, as `.holdfast/<attempt>@<a name of its own>`. In a store of objects: under
+`<name>~<attempt>`, which no other attempt ever writes to. There the note `.holdfast/<attempt>@<that
+name>` lets the remains be found, and `.holdfast/trash-@<that name>` says that they are going.
 """
 
+import secrets
 from collections.abc import Collection
+from contextlib import suppress
 
 from holdfast.checkpoint.manifest import AGAIN, MANIFEST
 from holdfast.checkpoint.storage_port import HIDDEN, Storage, telling
@@ -26,15 +28,27 @@ def place_of(storage: Storage, series: Series, attempt: str, step: int) -> str:
     _check_attempt(attempt)
     if storage.can_rename:
         return f"{HIDDEN}/{attempt}"
-    used = _notes(storage)
-    if attempt in used:
-        return used[attempt]
-    name = series.name(step)
-    if name in used.values() or storage.get(f"{name}/{MANIFEST}") is not None:
-        name = f"{name}{AGAIN}{attempt}"
-    # Before the first file, so that whoever comes later sees that the name was used.
-    storage.put(f"{HIDDEN}/{attempt}{_OF}{name}", name.encode())
-    return name
+    return f"{series.name(step)}{AGAIN}{attempt}"
+
+
+def begin(storage: Storage, place: str, attempt: str) -> None:
+    """An attempt is about to write its first file."""
+    if not storage.can_rename:
+        storage.put(f"{HIDDEN}/{attempt}{_OF}{place}", place.encode())
+
+
+def claim(storage: Storage, attempt: str) -> str | None:
+    """Take an attempt's directory, so that only this caller works on it; None if there is none.
+
+    On a file system. Another that had taken it finds it gone, whatever it was about to do.
+    """
+    own = f"{HIDDEN}/{attempt}{_OF}{secrets.token_hex(8)}"
+    # One that a committer had taken first: then the plain one is only what a straggler has left.
+    for folder in sorted(_drafts(storage, attempt), key=lambda name: name == attempt):
+        with suppress(FileNotFoundError):
+            storage.rename(f"{HIDDEN}/{folder}", own)
+            return own
+    return None
 
 
 def abandon(storage: Storage, attempt: str) -> None:
@@ -42,29 +56,60 @@ def abandon(storage: Storage, attempt: str) -> None:
     _check_attempt(attempt)
     with telling(f"the remains of {attempt} in {storage.url} could not be removed"):
         if storage.can_rename:
-            storage.remove(f"{HIDDEN}/{attempt}")
+            remove_drafts(storage, attempt)
             return
-        name = _notes(storage).get(attempt)
-        # The note stays: a straggler may still be writing under that name.
-        if name is not None and storage.get(f"{name}/{MANIFEST}") is None:
-            storage.remove(name)
+        for entry in storage.entries(HIDDEN):
+            # The note stays: a straggler may still be writing under that name.
+            if entry.startswith(attempt + _OF):
+                _remove_uncommitted(storage, entry.partition(_OF)[2])
 
 
-def discard(storage: Storage, name: str, reason: str) -> None:
-    """Remove a checkpoint's directory so that it is at no moment half a checkpoint.
+def remove_drafts(storage: Storage, attempt: str) -> None:
+    """Remove what an attempt has written to a file system and not committed."""
+    for folder in _drafts(storage, attempt):
+        discard(storage, f"{HIDDEN}/{folder}")
 
-    `reason` makes the name of its remains unique.
+
+def _drafts(storage: Storage, attempt: str) -> list[str]:
+    return [name for name in storage.folders(HIDDEN) if name.partition(_OF)[0] == attempt]
+
+
+def discard(storage: Storage, path: str) -> None:
+    """Remove a directory so that it is at no moment half a checkpoint.
+
+    On a file system the caller has taken it, or it was never a checkpoint.
     """
-    trash = f"{HIDDEN}/{TRASH}{reason}{_OF}{name}"
     if storage.can_rename:
-        storage.remove(trash)
-        storage.rename(name, trash)
-        storage.remove(trash)
+        trash = f"{HIDDEN}/{TRASH}{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):
+            storage.rename(path, trash)
+            storage.remove(trash)
         return
-    storage.put(trash, name.encode())
-    storage.remove(f"{name}/{MANIFEST}")
-    storage.remove(name)
-    storage.remove(trash)
+    storage.put(_trash_note(path), path.encode())
+    storage.remove(f"{path}/{MANIFEST}")
+    storage.remove(path)
+    storage.remove(_trash_note(path))
+
+
+def is_going(storage: Storage, place: str) -> bool:
+    """Whether what is in a place of a store of objects is being removed."""
+    return storage.get(_trash_note(place)) is not None
+
+
+def _remove_uncommitted(storage: Storage, place: str) -> None:
+    """Remove objects that are not a checkpoint.
+
+    A commit puts its manifest and then looks for the note that is put here first, so one of the two
+    sees the other.
+    """
+    storage.put(_trash_note(place), place.encode())
+    if storage.get(f"{place}/{MANIFEST}") is None:
+        storage.remove(place)
+    storage.remove(_trash_note(place))
+
+
+def _trash_note(place: str) -> str:
+    return f"{HIDDEN}/{TRASH}{_OF}{place}"
 
 
 def clean_leftovers(
@@ -78,30 +123,18 @@ def clean_leftovers(
     removed = []
     with telling(f"leftovers in {storage.url} could not be removed"):
         for entry, age_s in storage.entries(HIDDEN).items():
-            attempt, _, name = entry.partition(_OF)
+            attempt, _, place = entry.partition(_OF)
             is_trash = entry.startswith(TRASH)
             if attempt in living or (age_s < older_than_s and not is_trash):
                 continue
-            if not storage.can_rename:
-                _remove_noted(storage, name, is_trash)
+            if storage.can_rename and not is_trash:
+                discard(storage, f"{HIDDEN}/{entry}")
+            elif place and not storage.can_rename:
+                # Never a manifest: whoever began to remove a checkpoint has removed it first.
+                _remove_uncommitted(storage, place)
             storage.remove(f"{HIDDEN}/{entry}")
             removed.append(entry)
     return removed
-
-
-def _remove_noted(storage: Storage, name: str, is_trash: bool) -> None:
-    if not name:
-        return
-    if is_trash:
-        storage.remove(f"{name}/{MANIFEST}")
-    if storage.get(f"{name}/{MANIFEST}") is None:
-        storage.remove(name)
-
-
-def _notes(storage: Storage) -> dict[str, str]:
-    """The names that attempts have used, by attempt."""
-    entries = (entry.partition(_OF) for entry in storage.entries(HIDDEN))
-    return {attempt: name for attempt, _, name in entries if name}
 
 
 def _check_attempt(attempt: str) -> None:

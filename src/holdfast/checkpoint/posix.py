@@ -23,7 +23,7 @@ from pathlib import Path
 from holdfast.checkpoint.digests import chunks_of, combine
 from holdfast.checkpoint.memory import low_priority
 from holdfast.checkpoint.storage_port import HIDDEN, CrcOf, Moved, crc_of, readable_size
-from holdfast.model.errors import RetryableError
+from holdfast.model.errors import RejectedError, RetryableError
 
 _PAGE = 4096
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -66,15 +66,13 @@ class PosixStorage:
 
     def put(self, path: str, content: bytes) -> None:
         place = self._root / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        draft = place.with_name(f".{place.name}.draft")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            _write_all(fd, memoryview(content), 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(draft, place)
+        with _draft_of(place) as draft:
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                _write_all(fd, memoryview(content), 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         _sync_directory(place.parent)
 
     def get(self, path: str) -> bytes | None:
@@ -106,10 +104,10 @@ class PosixStorage:
         if not top.is_dir():
             return {}
         # The file system's own clock, which may be another machine's.
-        clock = top / ".clock"
+        clock = top / f".clock-{secrets.token_hex(8)}"
         clock.touch()
         now = clock.stat().st_mtime
-        clock.unlink()
+        clock.unlink(missing_ok=True)
         ages = {}
         for name in sorted(os.listdir(top)):
             with suppress(FileNotFoundError):
@@ -153,7 +151,8 @@ class PosixStorage:
         except FileNotFoundError:
             return
         if is_folder:
-            # Two may clear up the same remains.
+            # Two may clear up the same remains. Whoever removes a directory that others may work on
+            # takes it by a rename first: this goes on in a directory that was moved meanwhile.
             shutil.rmtree(place, onerror=_unless_gone)
         else:
             place.unlink(missing_ok=True)
@@ -287,7 +286,9 @@ def _sync_directory(path: Path) -> None:
     except OSError as exc:
         # Some file systems have nothing to sync there and say so.
         if exc.errno not in _NOT_POSSIBLE_HERE:
-            raise
+            # The kernel tells of a lost write once: to sync again would succeed and mean nothing.
+            why = f"the names in {path} may be lost when the machine stops: {exc.strerror}"
+            raise RejectedError(why) from exc
     finally:
         os.close(fd)
 

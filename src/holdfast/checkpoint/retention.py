@@ -8,8 +8,8 @@ nothing at all unless the newest checkpoint is complete.
 from collections.abc import Collection
 
 from holdfast.checkpoint.commit import point_tracker
-from holdfast.checkpoint.manifest import Committed, list_committed
-from holdfast.checkpoint.places import discard
+from holdfast.checkpoint.manifest import Committed, list_all, newest_per_step
+from holdfast.checkpoint.naming import remove_committed
 from holdfast.checkpoint.storage_port import Storage, telling
 from holdfast.checkpoint.verify import quick_problems
 from holdfast.model.checkpoint import Series
@@ -23,26 +23,28 @@ def apply_retention(storage: Storage, series: Series) -> list[int]:
     """
     if series.keep_last <= 0:
         return []
-    committed = list_committed(storage, series)
+    found = list_all(storage, series)
+    committed = newest_per_step(found)
     unwanted = _unwanted(storage, series, committed)
     if unwanted:
         _require_whole(storage, committed[0], "nothing is removed")
-    return _remove(storage, unwanted)
+    return _remove(storage, found, unwanted)
 
 
 def remove_steps(
     storage: Storage, series: Series, steps: Collection[int], *, newest_too: bool = False
 ) -> list[int]:
     """Remove these steps, but not the newest, unless told so; returns those that are gone."""
-    committed = list_committed(storage, series)
+    found = list_all(storage, series)
+    committed = newest_per_step(found)
     chosen = [one for one in committed if one.manifest.step in steps]
     if not newest_too:
         chosen = [one for one in chosen if one is not committed[0]]
         if chosen:
             _require_whole(storage, committed[0], "nothing is removed")
-    removed = _remove(storage, chosen)
-    if removed:
-        point_tracker(storage, series)
+    removed = _remove(storage, found, chosen)
+    if removed and not point_tracker(storage, series) and series.tracker:
+        storage.remove(series.tracker)
     return removed
 
 
@@ -65,11 +67,12 @@ def _require_whole(storage: Storage, newest: Committed, consequence: str) -> Non
         raise RejectedError(f"{consequence}, as the newest checkpoint is damaged: {problems[0]}")
 
 
-def _remove(storage: Storage, unwanted: list[Committed]) -> list[int]:
-    removed = []
+def _remove(storage: Storage, found: list[Committed], unwanted: list[Committed]) -> list[int]:
+    """Remove these, with older ones of the same step that were replaced by them."""
+    steps = {one.manifest.step for one in unwanted}
     # The oldest first: whenever this is interrupted, the newest are left.
-    for one in reversed(unwanted):
-        with telling(f"{storage.full(one.name)} could not be removed"):
-            discard(storage, one.name, one.manifest.attempt)
-        removed.append(one.manifest.step)
-    return removed
+    for one in reversed(found):
+        if one.manifest.step in steps:
+            with telling(f"{storage.full(one.name)} could not be removed"):
+                remove_committed(storage, one)
+    return [one.manifest.step for one in reversed(unwanted)]

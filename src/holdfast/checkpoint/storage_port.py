@@ -93,7 +93,11 @@ class Storage(Protocol):
         """
 
     def put(self, path: str, content: bytes) -> None:
-        """Replace a small file in one move: a reader sees the old content or the new."""
+        """Replace a small file in one move: a reader sees the old content or the new.
+
+        It never makes a directory: on a file system the one of the file must be there, and
+        FileNotFoundError says that it is not (any more).
+        """
 
     def get(self, path: str) -> bytes | None:
         """A small file's content; None if there is no such file."""
@@ -125,6 +129,56 @@ class Storage(Protocol):
         """The space left; None when there is no such limit."""
 
 
+class FencedStorage:
+    """A storage that asks, before every call that changes something, whether it still may.
+
+    A node that was replaced, or whose lease is over, may be in the middle of a commit: from then on
+    the directory belongs to others.
+    """
+
+    def __init__(self, storage: Storage, fence: Callable[[], None]) -> None:
+        """`fence` raises FencedError once this node must not write any more."""
+        self._storage = storage
+        self._fence = fence
+        self.url = storage.url
+        self.can_rename = storage.can_rename
+        self.full = storage.full
+        self.get = storage.get
+        self.open = storage.open
+        self.files = storage.files
+        self.folders = storage.folders
+        self.entries = storage.entries
+        self.sync = storage.sync
+        self.free_bytes = storage.free_bytes
+
+    def write(
+        self,
+        path: str,
+        data: memoryview,
+        writers: int,
+        moved: Moved = lambda size: None,
+        crc_of: CrcOf = crc_of,
+    ) -> int:
+        self._fence()
+        return self._storage.write(path, data, writers, moved, crc_of)
+
+    def put(self, path: str, content: bytes) -> None:
+        self._fence()
+        self._storage.put(path, content)
+
+    def rename(self, source: str, target: str) -> None:
+        self._fence()
+        self._storage.rename(source, target)
+
+    def exchange(self, one: str, other: str) -> bool:
+        self._fence()
+        return self._storage.exchange(one, other)
+
+    def remove(self, path: str) -> None:
+        self._fence()
+        self._storage.remove(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long transient errors of a storage are put up with."""
@@ -132,6 +186,8 @@ class Patience:
     limit_s: float = 60.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 10.0
+    failed: Callable[[str], None] = lambda why: None
+    """Told of every error that is waited for, in whichever thread."""
 
 
 def _is_transient(error: OSError) -> bool:
@@ -169,7 +225,8 @@ def persistently(
         try:
             with telling(what):
                 return action()
-        except RetryableError:
+        except RetryableError as exc:
+            patience.failed(str(exc))
             if time.monotonic() + pause_s > deadline or stop.wait(pause_s):
                 raise
         pause_s = min(2 * pause_s, patience.longest_pause_s)
