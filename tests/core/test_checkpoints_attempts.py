@@ -161,6 +161,33 @@ def test_a_commit_that_fails_is_told_to_everybody() -> None:
     assert ledger.committed() == NONE
 
 
+def test_a_late_word_of_a_committer_that_was_replaced_ends_nothing() -> None:
+    """It stood still, was given up, and found that it must not commit any more."""
+    ledger = Ledger(3)
+    attempt = begin(ledger)
+    for node in (0, 1, 2):
+        ledger.persisted(node, attempt, V5, SHARDED, rank_part(node))
+    assert [node for node, _ in ledger.pushed(c.CommitOrder)] == [0]
+    ledger.lose(0)
+    assert [node for node, _ in ledger.pushed(c.CommitOrder)] == [1]
+    ledger.call(2, c.CommitDone(DIR, V5, attempt, "the master has given this node up"))
+    assert ledger.committed() == NONE
+    ledger.call(1, c.CommitDone(DIR, V5, attempt))
+    assert ledger.committed() == V5
+
+
+def test_a_part_that_another_has_written_does_not_fail_any_more() -> None:
+    """A lost node was only cut off: it cannot write into what is being committed."""
+    ledger = Ledger(2)
+    attempt = begin(ledger)
+    for node in (0, 1):
+        ledger.persisted(node, attempt, V5, SHARDED, rank_part(node))
+    late = c.PartsPersisted(DIR, V5, SHARDED, attempt, (rank_part(1),), (), "it is gone")
+    call = ledger.call(0, late)
+    ledger.call(0, c.CommitDone(DIR, V5, attempt))
+    assert ledger.answer(call, c.PersistState).committed == V5
+
+
 def test_a_file_that_two_nodes_wrote_ends_the_attempt() -> None:
     ledger = Ledger(2)
     attempt = begin(ledger)

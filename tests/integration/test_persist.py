@@ -170,7 +170,7 @@ def test_only_an_older_version_is_replaced(
     save(storage, series, V2, state, "a1", tmp_path)
     before = storage.files(name_of(storage, series, 100))
     save(storage, series, V2, make_state(3), "a2", tmp_path)
-    with pytest.raises(RejectedError, match="lineage 1 is not committed.* newer, of lineage 2"):
+    with pytest.raises(RejectedError, match=r"lineage 1 is not committed.* newer, of lineage 2"):
         save(storage, series, V1, make_state(4), "a3", tmp_path)
     (committed,) = list_committed(storage, series)
     assert committed.manifest.attempt == "a1"

@@ -4,10 +4,11 @@
 import errno
 import os
 import random
+import stat
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -137,6 +138,43 @@ def test_errors_that_pass_are_waited_for(tmp_path: Path, code: int) -> None:
     commit(storage, series, order_for(series, V1, "a1", entries))
     assert storage.left == 0
     assert load(storage, series, V1, tmp_path) == state
+
+
+def test_errors_that_are_waited_for_are_told(tmp_path: Path) -> None:
+    """Otherwise nobody hears of a broken disk while newer steps supersede each other."""
+    series = Series(str(tmp_path / "ckpt"))
+    storage = Failing(series.directory, errno.EIO, times=2)
+    told: list[str] = []
+    patience = Patience(limit_s=30.0, first_pause_s=0.01, longest_pause_s=0.05, failed=told.append)
+    write_state(storage, series, V1, make_state(1), "a1", tmp_path, patience)
+    assert len(told) == 2
+    assert "could not be written" in told[0]
+    assert "Input/output error" in told[0]
+
+
+@pytest.mark.parametrize("after", range(1, 5))
+def test_a_directory_whose_names_may_be_lost_ends_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The kernel tells of a lost write once: to sync again would succeed and mean nothing."""
+    series = Series(str(tmp_path / "ckpt"))
+    storage = open_storage(series.directory)
+    entries = write_state(storage, series, V1, make_state(1), "a1", tmp_path)
+    left = after
+
+    def fsync(fd: int, real: Callable[[int], None] = os.fsync) -> None:
+        nonlocal left
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            left -= 1
+            if left == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    order = order_for(series, V1, "a1", entries)
+    with pytest.raises(RejectedError, match=r"may be lost when the machine stops: Input/output"):
+        commit(storage, series, order, patience=PATIENT)
+    assert left == 0
 
 
 def test_patience_ends(tmp_path: Path) -> None:

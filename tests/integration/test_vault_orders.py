@@ -2,20 +2,26 @@
 """What a vault does when it is told, and what it tells the master of copies that cannot be used."""
 
 import asyncio
+import errno
+import os
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.checkpoint.manifest import list_committed
+from holdfast.checkpoint.posix import PosixStorage
 from holdfast.checkpoint.slots import Slot
 from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.storage_port import CrcOf, Moved, crc_of
 from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.model.checkpoint import NONE, Series, Version, rank_part
 from holdfast.model.errors import RejectedError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
-from tests.integration.vault_node import SHAPE, node
+from tests.integration.vault_node import SHAPE, Node, node
 from tests.storages import order_for
 
 LIMIT_S = 120.0
@@ -70,6 +76,87 @@ def test_a_node_that_writes_gets_the_parts_of_a_lost_node_as_well(tmp_path: Path
             storage = open_storage(directory)
             (committed,) = list_committed(storage, series)
             assert verify_checkpoint(storage, committed).is_whole
+
+    run(orders())
+
+
+async def persisted(here: Node, attempt: str) -> c.CommitOrder:
+    """Both parts are on storage; the order to commit them."""
+    for rank in (0, 1):
+        await here.save(rank, 1, None)
+    both = (FIRST, SECOND)
+    here.vault.pushed(c.PersistOrder(here.directory, VERSION, SHAPE, attempt, both, "a test"))
+    (report,) = await here.master.hears(c.PartsPersisted, 1)
+    return order_for(Series(here.directory), VERSION, attempt, report.files)
+
+
+def test_a_node_that_was_given_up_commits_nothing(tmp_path: Path, run: Run) -> None:
+    """Its orders are void: another node may be at it."""
+    directory = f"{tmp_path}/checkpoints"
+
+    async def orders() -> None:
+        async with node(tmp_path, directory) as here:
+            order = await persisted(here, "t1")
+            here.vault.pushed(order)
+            here.vault.given_up()
+            (done,) = await here.master.hears(c.CommitDone, 1)
+            assert done.problem == "the master has given this node up"
+            assert list_committed(open_storage(directory), Series(directory)) == []
+            here.master.answer(done, m.Done())
+            # What it is told under its new number is its business again, of another attempt.
+            here.vault.pushed(replace(order, attempt="t2"))
+            (_, done) = await here.master.hears(c.CommitDone, 2)
+            assert "is missing" in done.problem
+
+    run(orders())
+
+
+def test_a_node_whose_lease_is_over_commits_nothing(tmp_path: Path, run: Run) -> None:
+    """Threads may go on before the event loop has noticed that the process stood still."""
+    directory = f"{tmp_path}/checkpoints"
+
+    async def orders() -> None:
+        async with node(tmp_path, directory) as here:
+            here.vault.leased(time.monotonic() - 1)
+            order = await persisted(here, "t1")
+            here.vault.pushed(order)
+            (done,) = await here.master.hears(c.CommitDone, 1)
+            assert done.problem == "the master has not answered for the whole lease"
+            assert list_committed(open_storage(directory), Series(directory)) == []
+
+    run(orders())
+
+
+class Failing(PosixStorage):
+    """The first two writes fail."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.calls = 0
+
+    def write(
+        self,
+        path: str,
+        data: memoryview,
+        writers: int,
+        moved: Moved = lambda size: None,
+        crc_of: CrcOf = crc_of,
+    ) -> int:
+        self.calls += 1
+        if self.calls in (1, 2):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return super().write(path, data, writers, moved, crc_of)
+
+
+def test_a_storage_that_fails_is_said_once(tmp_path: Path, run: Run) -> None:
+    """Until patience is over, newer steps may supersede each other without a word about it."""
+    directory = f"{tmp_path}/checkpoints"
+
+    async def orders() -> None:
+        async with node(tmp_path, directory, open_storage=Failing) as here:
+            await persisted(here, "t1")
+            (said,) = [line for line in here.said if "Input/output error" in line]
+            assert said.endswith("it is tried again")
 
     run(orders())
 

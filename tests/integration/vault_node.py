@@ -3,7 +3,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,8 @@ from pathlib import Path
 from holdfast.agent.relay import Relay
 from holdfast.agent.vault.vault import Vault
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.storage_port import Storage
 from holdfast.client.connection import AgentClient
 from holdfast.client.vault import VaultClient
 from holdfast.model.checkpoint import Series, Shape, Version, rank_part
@@ -60,11 +62,17 @@ def mark(leases: dict[int, int]) -> tuple[Mark, ...]:
 
 
 @asynccontextmanager
-async def node(folder: Path, directory: str, *, follows: bool = False) -> AsyncIterator[Node]:
+async def node(
+    folder: Path,
+    directory: str,
+    *,
+    follows: bool = False,
+    open_storage: Callable[[str], Storage] = open_storage,
+) -> AsyncIterator[Node]:
     """A node in its first round, whose ranks have agreed to begin from nothing."""
     master, said = PatientMaster(follows), list[str]()
     async with contextlib.AsyncExitStack() as stack:
-        vault = Vault(master, said.append, TOKEN, 2)
+        vault = Vault(master, said.append, TOKEN, 2, open_storage=open_storage)
         stack.push_async_callback(vault.close)
         vault.joined(0)
         socket = f"unix:{folder}/vault.sock"

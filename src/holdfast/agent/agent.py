@@ -138,14 +138,20 @@ class Agent:
         )
         has_tls = settings.tls is not None
         self._vault = ports.make_vault(
-            self._stream, say, settings.token, nproc, has_tls=has_tls, host=settings.host
+            self._stream,
+            say,
+            settings.token,
+            nproc,
+            has_tls=has_tls,
+            host=settings.host,
+            monotonic=ports.monotonic,
         )
         self._pulse = Pulse(
             self._stream,
             self._processes,
             group=lambda: self._group,
             tally=self._vault.tally,
-            renewed=lambda until: self.feed(ev.LeaseRenewed(until)),
+            renewed=self._lease_renewed,
         )
 
     async def run(self) -> AgentEnd:
@@ -259,6 +265,10 @@ class Agent:
 
     # ---- the master -----------------------------------------------------------------------------
 
+    def _lease_renewed(self, until: float) -> None:
+        self._vault.leased(until)
+        self.feed(ev.LeaseRenewed(until))
+
     def attachment(self) -> m.Attach:
         settings = self._settings
         return m.Attach(
@@ -290,6 +300,7 @@ class Agent:
             case m.StopWork():
                 self.feed(ev.StopReceived(body))
             case m.Fenced():
+                self._vault.given_up()
                 self.feed(ev.FencedOff(body.reason))
             case m.JobEnded():
                 self._leaves_by = math.inf
@@ -298,6 +309,7 @@ class Agent:
                 self._vault.pushed(body)
 
     def refused(self, refusal: m.Refused) -> None:
+        self._vault.given_up()
         if refusal.kind == "stale":
             self.feed(ev.GivenUp(refusal.message))
         elif refusal.kind == "fenced":

@@ -17,6 +17,7 @@ work of naming.py; in stores of objects every attempt has names of its own.
 """
 
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from holdfast.checkpoint.manifest import (
@@ -32,7 +33,13 @@ from holdfast.checkpoint.manifest import (
 )
 from holdfast.checkpoint.naming import give_name, settle_names
 from holdfast.checkpoint.places import claim, discard, is_going, place_of, remove_drafts
-from holdfast.checkpoint.storage_port import Patience, Storage, persistently, readable_size
+from holdfast.checkpoint.storage_port import (
+    FencedStorage,
+    Patience,
+    Storage,
+    persistently,
+    readable_size,
+)
 from holdfast.model.checkpoint import Series
 from holdfast.model.errors import RejectedError, RetryableError
 from holdfast.protocol.checkpoints import CommitOrder
@@ -53,8 +60,12 @@ def commit(
     *,
     patience: Patience | None = None,
     stop: threading.Event | None = None,
+    fence: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Commit what the order describes; returns what the user should know beside that.
+
+    `fence` is called before every change of the storage; it raises FencedError once this node must
+    not make it any more.
 
     It may be done again, by another node too: what is committed already stays as it is.
     RejectedError or RetryableError when it cannot be done; then the old state stands. So also when
@@ -66,27 +77,30 @@ def commit(
         what += f" ({readable_size(free)} were free there)"
     return persistently(
         what,
-        lambda: _commit_at_last(storage, series, order),
+        lambda: _commit_at_last(storage, series, order, fence),
         patience or Patience(),
         stop or threading.Event(),
     )
 
 
-def _commit_at_last(storage: Storage, series: Series, order: CommitOrder) -> list[str]:
+def _commit_at_last(
+    unfenced: Storage, series: Series, order: CommitOrder, fence: Callable[[], None]
+) -> list[str]:
+    storage = FencedStorage(unfenced, fence)
     for _ in range(_TRIES):
         # Others may have taken what this node works on: then it looks at what there is now.
         try:
-            return _commit(storage, series, order)
+            return _commit(storage, unfenced, series, order)
         except FileNotFoundError:
             continue
         except _FilesMissingError:
             standing = list_step(storage, series.name(order.version.step))
             if not _is_committed(storage, standing, order):
                 raise
-    return _commit(storage, series, order)
+    return _commit(storage, unfenced, series, order)
 
 
-def _commit(storage: Storage, series: Series, order: CommitOrder) -> list[str]:
+def _commit(storage: Storage, unfenced: Storage, series: Series, order: CommitOrder) -> list[str]:
     notes: list[str] = []
     name = series.name(order.version.step)
     if not name or "/" in name or AGAIN in name or name.startswith("."):
@@ -106,19 +120,20 @@ def _commit(storage: Storage, series: Series, order: CommitOrder) -> list[str]:
         place = place_of(storage, series, order.attempt, order.version.step)
         _check_files(storage, place, order)
         storage.put(f"{place}/{MANIFEST}", _manifest_of(series, order))
-        _require_files_stay(storage, place, order)
+        # Fenced or not: what this call has put there must not stay behind as a ghost.
+        _require_files_stay(unfenced, place, order)
     if storage.can_rename and standing:
         notes += settle_names(storage, name, order.attempt)
         remove_drafts(storage, order.attempt)
-    committed = point_tracker(storage, series)
-    of_step = [one for one in committed if one.manifest.step == order.version.step]
+    found = point_tracker(storage, series, unfenced)
+    of_step = [one for one in found if one.manifest.step == order.version.step]
+    if not storage.can_rename and _has_replaced(storage, of_step):
+        of_step = list_step(storage, name)
     if not any(one.version == order.version for one in of_step):
         raise RejectedError(
-            f"step {order.version.step} of lineage {order.version.lineage} is not there: others have "
-            "replaced it by a newer one or removed it"
+            f"step {order.version.step} of lineage {order.version.lineage} is not there: "
+            "others have replaced it by a newer one or removed it"
         )
-    if not storage.can_rename:
-        _remove_replaced(storage, of_step)
     return notes
 
 
@@ -169,12 +184,14 @@ def _require_files_stay(storage: Storage, place: str, order: CommitOrder) -> Non
         )
 
 
-def _remove_replaced(storage: Storage, of_step: list[Committed]) -> None:
-    """Remove older checkpoints of a step from a store of objects."""
-    newest = of_step[0]
-    for one in of_step[1:]:
-        if one.version < newest.version and is_whole(storage, newest):
-            discard(storage, one.name)
+def _has_replaced(storage: Storage, of_step: list[Committed]) -> bool:
+    """Remove older checkpoints of a step from a store of objects; False if there was none."""
+    older = [one for one in of_step if one.version < of_step[0].version]
+    if not older or not is_whole(storage, of_step[0]):
+        return False
+    for one in older:
+        discard(storage, one.name)
+    return True
 
 
 def tracker_text(series: Series, newest: Committed) -> bytes:
@@ -182,18 +199,24 @@ def tracker_text(series: Series, newest: Committed) -> bytes:
     return series.tracker_text.format(name=newest.name, step=newest.manifest.step).encode()
 
 
-def point_tracker(storage: Storage, series: Series) -> list[Committed]:
+def point_tracker(
+    storage: Storage, series: Series, unfenced: Storage | None = None
+) -> list[Committed]:
     """Let the tracker name the newest committed checkpoint; returns all that there are.
 
-    Another may have committed between the look and the write: it is looked at again after that.
+    Another may have committed between the look and the write: it is looked at again after that, and
+    corrected whatever a fence says.
     """
     known: dict[str, Manifest] = {}
     for _ in range(_TRIES):
+        told = storage.get(series.tracker) if series.tracker else None
+        # Last, so that what is returned is there now.
         found = list_all(storage, series, known=known)
         if not found or not series.tracker:
             return found
         text = tracker_text(series, found[0])
-        if storage.get(series.tracker) == text:
+        if told == text:
             return found
         storage.put(series.tracker, text)
+        storage = unfenced or storage
     raise RetryableError(f"others keep changing {storage.full(series.tracker)}")

@@ -186,7 +186,7 @@ class Patience:
     limit_s: float = 60.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 10.0
-    failed: Callable[[str], None] = lambda why: None
+    failed: Callable[[str], object] = lambda why: None
     """Told of every error that is waited for, in whichever thread."""
 
 

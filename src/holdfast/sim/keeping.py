@@ -163,4 +163,4 @@ class SharedStorage(PosixStorage):
 def _attempt(path: str) -> str:
     """The attempt to which a hidden file belongs; empty for others."""
     pieces = path.split("/")
-    return pieces[1] if pieces[0] == HIDDEN else ""
+    return pieces[1].partition("@")[0] if pieces[0] == HIDDEN else ""

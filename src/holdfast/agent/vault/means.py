@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from holdfast.agent.relay import Upstream
+from holdfast.agent.vault.fence import Fence
 from holdfast.agent.vault.tally import TallyBook
 from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.maps import SlotMaps
@@ -45,12 +46,14 @@ class Means:
         upstream: Upstream,
         say: Say,
         peer: Callable[[str], PeerClient],
+        fence: Fence,
     ) -> None:
         self.say = say
         self.open_storage = open_storage
         """The storage of a directory; may take a while."""
         self.peer = peer
         """The byte service of another agent, by its address."""
+        self.fence = fence
         self.node_id = -1
         """Who this node is to the master; -1 until it has said so."""
         self.group_rank = 0

@@ -182,12 +182,13 @@ class Persister:
     def commit(self, order: c.CommitOrder) -> None:
         """All parts are there: make them a checkpoint."""
         what = f"the checkpoint of step {order.version.step} was not committed"
-        self._once(f"commit {order.attempt}", self._commit(order), what, [])
+        fence = self._depot.fence()
+        self._once(f"commit {order.attempt}", self._commit(order, fence), what, [])
 
-    async def _commit(self, order: c.CommitOrder) -> None:
+    async def _commit(self, order: c.CommitOrder, fence: Callable[[], None]) -> None:
         problem = ""
         try:
-            await self._depot.commit(order)
+            await self._depot.commit(order, fence)
         except (HoldfastError, OSError) as exc:
             problem = str(exc) or type(exc).__name__
         done = c.CommitDone(self._directory, order.version, order.attempt, problem)

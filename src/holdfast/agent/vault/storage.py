@@ -3,6 +3,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.agent.vault.means import Means
@@ -14,9 +15,9 @@ from holdfast.checkpoint.persist import load_part, part_length, write_part
 from holdfast.checkpoint.places import abandon, clean_leftovers
 from holdfast.checkpoint.retention import apply_retention, remove_steps
 from holdfast.checkpoint.slots import Slot
-from holdfast.checkpoint.storage_port import Storage
+from holdfast.checkpoint.storage_port import FencedStorage, Patience, Storage
 from holdfast.model.checkpoint import FileEntry, Series, Stored, Version
-from holdfast.model.errors import StateError
+from holdfast.model.errors import FencedError, StateError
 from holdfast.protocol import checkpoints as c
 
 
@@ -29,10 +30,32 @@ class Depot:
         self._stop = threading.Event()
         self._storage: Storage | None = None
         self._opening = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._patience = Patience(
+            failed=lambda why: self._loop.call_soon_threadsafe(self._failed, why)
+        )
+        self._is_failing = False
 
     def close(self) -> None:
-        """Do not try again what fails from now on."""
+        """Do not try again what fails from now on, and commit and remove nothing more."""
         self._stop.set()
+
+    def _failed(self, why: str) -> None:
+        """Say once that the storage does not work: training goes on, and more fails later."""
+        if not self._is_failing:
+            self._is_failing = True
+            self._means.say(f"{why}: it is tried again")
+
+    def fence(self) -> Callable[[], None]:
+        """The check before each step of one piece of work that changes checkpoints."""
+        begun = self._means.fence.begin()
+
+        def check() -> None:
+            if self._stop.is_set():
+                raise FencedError("the agent ends")
+            begun()
+
+        return check
 
     async def _open(self) -> Storage:
         # In a thread: the first use of a remote storage imports its library and connects.
@@ -84,7 +107,15 @@ class Depot:
             with self._means.maps.reading(path) as slot:
                 if slot.version != version:
                     raise StateError(NOT_SEALED)
-                part = write_part(storage, series, attempt, slot, stop=self._stop, moved=moved)
+                part = write_part(
+                    storage,
+                    series,
+                    attempt,
+                    slot,
+                    patience=self._patience,
+                    stop=self._stop,
+                    moved=moved,
+                )
             # The manifest will vouch for these bytes: they must be those that were saved.
             if digest_beside(path, version) not in (-1, part.digest):
                 raise StateError(CHANGED)
@@ -95,12 +126,24 @@ class Depot:
             began = loop.time()
             written += await self._means.quietly(write, path)
             tally.written(loop.time() - began)
+            self._is_failing = False
         return tuple(written)
 
-    async def commit(self, order: c.CommitOrder) -> None:
-        """Make a checkpoint of what all nodes have written for the attempt."""
-        storage = await self._open()
-        notes = await self._means.urgently(commit, storage, self.series, order, stop=self._stop)
+    async def commit(self, order: c.CommitOrder, fence: Callable[[], None]) -> None:
+        """Make a checkpoint of what all nodes have written for the attempt.
+
+        `fence` raises FencedError once this node must not.
+        """
+        notes = await self._means.urgently(
+            commit,
+            await self._open(),
+            self.series,
+            order,
+            patience=self._patience,
+            stop=self._stop,
+            fence=fence,
+        )
+        self._is_failing = False
         for note in notes:
             self._means.say(note)
 
@@ -111,11 +154,12 @@ class Depot:
 
     async def apply_retention(self) -> None:
         """Remove what the rules of the series do not keep, and what dead attempts left."""
-        storage = await self._open()
+        storage = FencedStorage(await self._open(), self.fence())
         await self._means.quietly(apply_retention, storage, self.series)
         # No attempt lives for as long as what is removed here has not been touched.
         await self._means.quietly(clean_leftovers, storage, ())
 
     async def remove(self, steps: tuple[int, ...]) -> None:
         """Remove committed steps, but never the newest."""
-        await self._means.quietly(remove_steps, await self._open(), self.series, steps)
+        storage = FencedStorage(await self._open(), self.fence())
+        await self._means.quietly(remove_steps, storage, self.series, steps)

@@ -9,9 +9,11 @@ master decides; the vault asks it and carries it out.
 import asyncio
 import hashlib
 import secrets
+import time
 from collections.abc import Callable
 
 from holdfast.agent.relay import Upstream
+from holdfast.agent.vault.fence import Fence
 from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import Memory
 from holdfast.agent.vault.series import SeriesKeeper
@@ -64,10 +66,12 @@ class Vault:
         host: str = "",
         make_arena: Callable[[bytes], Arena] = _arena_of,
         open_storage: Callable[[str], Storage] = open_storage,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`has_tls`: no agent talks to another without it.
 
-        Others reach this one at `host`; empty: there are no others.
+        Others reach this one at `host`; empty: there are no others. `monotonic` is the clock of
+        the event loop, for threads.
         """
         self._means = Means(
             lambda: make_arena(token),
@@ -75,6 +79,7 @@ class Vault:
             upstream,
             say,
             peer=lambda address: _client(address, token, has_tls=has_tls),
+            fence=Fence(monotonic),
         )
         self._memory = Memory(self._means)
         self._nproc = nproc
@@ -202,6 +207,14 @@ class Vault:
     def joined(self, node_id: int) -> None:
         """The master knows this node under this number."""
         self._means.node_id = node_id
+
+    def leased(self, until: float) -> None:
+        """The master vouches for this node until then (loop time)."""
+        self._means.fence.leased(until)
+
+    def given_up(self) -> None:
+        """The master has replaced this node, or tells it to go: its orders are void."""
+        self._means.fence.given_up()
 
     def pushed(self, body: c.CheckpointPush) -> None:
         """The master wants something done; what it is about may be unknown to a new agent."""

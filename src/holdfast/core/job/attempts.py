@@ -177,7 +177,9 @@ class Attempts:
         attempt.held[key] = request
         attempt.until = now + (RESUMED_S if attempt.is_resumed else SILENCE_S)
         if body.problem:
-            self._give_up(out, attempt, body.problem)
+            # A part that another has written is not missing: a lost node's may come late.
+            if not attempt.missing.isdisjoint(body.parts):
+                self._give_up(out, attempt, body.problem)
         elif body.attempt in self._done_before:
             self._committed(out, attempt)
         else:
@@ -205,11 +207,13 @@ class Attempts:
         positions = self._state.positions(self._directory).get(attempt.version, ())
         return Push(committer, attempt.commit_order(self._directory, positions))
 
-    def commit_done(self, out: Outcome, body: c.CommitDone) -> None:
+    def commit_done(self, out: Outcome, node_id: NodeId, body: c.CommitDone) -> None:
         """A node gave a checkpoint its name, or could not."""
         attempt = self._open.get(body.attempt)
         if attempt is not None and body.problem:
-            self._give_up(out, attempt, body.problem)
+            # Of one that was given up, nothing follows: another does it now.
+            if attempt.committer == node_id:
+                self._give_up(out, attempt, body.problem)
         elif attempt is not None:
             self._committed(out, attempt)
         elif not body.problem and not self._crew.is_ours(body.attempt):

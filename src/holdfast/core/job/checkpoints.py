@@ -136,7 +136,7 @@ class Checkpoints:
                 case c.FlushAsk():
                     self._of(body.directory).flush(event, body)
                 case c.CommitDone():
-                    self._of(body.directory).attempts.commit_done(out, body)
+                    self._of(body.directory).attempts.commit_done(out, event.node_id, body)
                     answer = m.Done()
                 case c.InventoryTaken():
                     self._of(body.directory).inventory_taken(event.node_id, body)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node that stands still in the middle of a commit, on every storage, at every call.
+
+Meanwhile others commit. Then it goes on with what it had decided long ago, or dies. Whatever was
+committed is whole, byte for byte; the tracker names the newest; and the late one does not claim
+what is not there.
+"""
+
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import fsspec
+import pytest
+
+from holdfast.checkpoint.commit import commit, tracker_text
+from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
+from holdfast.checkpoint.places import abandon, clean_leftovers
+from holdfast.checkpoint.posix import PosixStorage
+from holdfast.checkpoint.retention import apply_retention
+from holdfast.checkpoint.storage import open_storage
+from holdfast.checkpoint.storage_port import Storage
+from holdfast.checkpoint.verify import verify_checkpoint
+from holdfast.model.checkpoint import Series, Version
+from holdfast.model.errors import FencedError, HoldfastError
+from tests.storages import (
+    IMPATIENT,
+    State,
+    load,
+    make_state,
+    order_for,
+    s3_server,
+    save,
+    write_state,
+)
+
+OLD, MINE, NEWER, LATER = Version(1, 7), Version(2, 7), Version(3, 7), Version(2, 8)
+NEXT = Version(4, 9)
+STATES: dict[Version, State] = {
+    version: make_state(number + 2, ranks=1, size=5000)
+    for number, version in enumerate((OLD, MINE, NEWER, LATER, NEXT))
+}
+ATTEMPTS = {OLD: "m-1", MINE: "m-2", NEWER: "m-3", LATER: "m-4", NEXT: "m-5"}
+
+
+class WithoutExchange(PosixStorage):
+    """A file system on which two directories cannot swap names, as with NFS."""
+
+    def exchange(self, one: str, other: str) -> bool:
+        return False
+
+
+class Died(BaseException):
+    """Nobody handles this: to the storage it is the same as a kill."""
+
+
+class Interrupted:
+    """A storage whose user stands still right before its n-th call, and may die at a later one."""
+
+    def __init__(
+        self, storage: Storage, number: int, meanwhile: Callable[[], None], dies_at: int = 0
+    ) -> None:
+        self._storage = storage
+        self._number = number
+        self._meanwhile = meanwhile
+        self._dies_at = dies_at
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._storage, name)
+        if not callable(value) or name in ("full", "free_bytes"):
+            return value
+        self.count += 1
+        if self.count == self._number:
+            self._meanwhile()
+        if self.count == self._dies_at:
+            raise Died
+        return value
+
+
+@dataclass
+class Scene:
+    """A directory in which a first node does something late, and what others did meanwhile."""
+
+    storage: Storage
+    series: Series
+    scratch: Path
+    #: What was acknowledged by others, and not removed since.
+    must_stay: list[Version]
+
+    @staticmethod
+    def of(storage: Storage, scratch: Path) -> "Scene":
+        return Scene(storage, Series(storage.url, keep_last=1), scratch, [])
+
+    def save(self, version: Version) -> None:
+        save(self.storage, self.series, version, STATES[version], ATTEMPTS[version], self.scratch)
+
+    # ---- what others do meanwhile ----------------------------------------------------------------
+
+    def same(self, order: Any) -> None:
+        """Another node is told to commit the same attempt."""
+        commit(self.storage, self.series, order, patience=IMPATIENT)
+        self.must_stay = [order.version]
+
+    def newer(self, order: Any) -> None:
+        """Training went back and came to the step again."""
+        self.save(NEWER)
+        self.must_stay = [NEWER]
+
+    def later(self, order: Any) -> None:
+        """The same attempt, then the next step; then only the newest is kept."""
+        self.same(order)
+        self.save(LATER)
+        apply_retention(self.storage, self.series)
+        clean_leftovers(self.storage, ())
+        self.must_stay = [LATER]
+
+    def other(self, order: Any) -> None:
+        """The next step without the one that the first is about to commit."""
+        self.save(LATER)
+        apply_retention(self.storage, self.series)
+        self.must_stay = [LATER]
+
+    # ---- afterwards ------------------------------------------------------------------------------
+
+    def check(self, *, claims: bool = False) -> None:
+        found = list_committed(self.storage, self.series)
+        for one in found:
+            self.check_bytes(one)
+        assert self.storage.get("latest") == tracker_text(self.series, found[0])
+        versions = {one.version for one in found}
+        assert versions >= set(self.must_stay)
+        assert not claims or MINE in versions
+
+    def check_bytes(self, one: Committed) -> None:
+        assert verify_checkpoint(self.storage, one).problems == ()
+        assert load(self.storage, self.series, one.version, self.scratch) == STATES[one.version]
+
+    def check_after_death(self) -> None:
+        """What others have committed is there; the rest is in order after the next commit."""
+        for version in self.must_stay:
+            self.check_bytes(find_committed(self.storage, self.series, version))
+        self.save(NEXT)
+        apply_retention(self.storage, self.series)
+        clean_leftovers(self.storage, (), older_than_s=-60)
+        self.must_stay = [NEXT]
+        self.check()
+        assert len(self.storage.folders("")) == 1
+
+
+MEANWHILE = ("same", "newer", "later", "other")
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(params=["disk", "nfs", "objects", "s3"])
+def storages(request: pytest.FixtureRequest, in_memory: Path) -> Iterator[Iterator[Storage]]:
+    """As many empty ones of a kind as are wanted."""
+    numbers = itertools.count()
+    match request.param:
+        case "disk":
+            yield (PosixStorage(f"{in_memory}/{n}") for n in numbers)
+        case "nfs":
+            yield (WithoutExchange(f"{in_memory}/{n}") for n in numbers)
+        case "objects":
+            yield (open_storage(f"memory://{in_memory}/{n}") for n in numbers)
+            fsspec.filesystem("memory").store.clear()
+        case _:
+            url = request.getfixturevalue("s3")
+            yield (open_storage(f"{url}{in_memory}/{n}") for n in numbers)
+
+
+def begin(storage: Storage, scratch: Path, *, has_old: bool) -> tuple[Scene, Any]:
+    """A directory in which the attempt of the first node is ready to be committed."""
+    scene = Scene.of(storage, scratch)
+    if has_old:
+        scene.save(OLD)
+    files = write_state(storage, scene.series, MINE, STATES[MINE], ATTEMPTS[MINE], scratch)
+    return scene, order_for(scene.series, MINE, ATTEMPTS[MINE], files)
+
+
+def every_call(request: pytest.FixtureRequest, meanwhile: str = "") -> Iterator[int]:
+    """All of them; on S3, which is slow and has the code of objects in memory, some."""
+    if "[s3" not in request.node.name:
+        return itertools.count(1)
+    return itertools.count(1 + len(meanwhile) % 4, 4)
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_a_commit_that_stands_still_at_every_call(
+    request: pytest.FixtureRequest,
+    storages: Iterator[Storage],
+    tmp_path: Path,
+    meanwhile: str,
+    has_old: bool,
+) -> None:
+    for number in every_call(request, meanwhile):
+        scene, order = begin(next(storages), tmp_path, has_old=has_old)
+        late = Interrupted(scene.storage, number, partial(getattr(scene, meanwhile), order))
+        claims = True
+        try:
+            commit(late, scene.series, order, patience=IMPATIENT)
+        except HoldfastError:
+            claims = False
+        if late.count < number:
+            break
+        scene.check(claims=claims)
+        if meanwhile == "same":
+            assert claims
+    assert number > 10
+
+
+@pytest.mark.parametrize("storages", ["disk", "nfs", "objects"], indirect=True)
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_a_commit_that_stands_still_and_then_dies(
+    storages: Iterator[Storage], tmp_path: Path, meanwhile: str
+) -> None:
+    for number in itertools.count(1):
+        for dies_at in itertools.count(number):
+            scene, order = begin(next(storages), tmp_path, has_old=True)
+            others = partial(getattr(scene, meanwhile), order)
+            late = Interrupted(scene.storage, number, others, dies_at)
+            with suppress(Died, HoldfastError):
+                commit(late, scene.series, order, patience=IMPATIENT)
+            if late.count < dies_at:
+                break
+            scene.check_after_death()
+        if late.count < number:
+            break
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_retention_that_stands_still_at_every_call(
+    request: pytest.FixtureRequest, storages: Iterator[Storage], tmp_path: Path, dies: bool
+) -> None:
+    """The step that it is about to remove is saved again."""
+    for number in every_call(request):
+        scene = Scene.of(next(storages), tmp_path)
+        scene.save(OLD)
+        scene.save(LATER)
+        others = partial(scene.newer, None)
+        late = Interrupted(scene.storage, number, others, number + 1 if dies else 0)
+        with suppress(Died):
+            apply_retention(late, scene.series)
+        if late.count < number:
+            break
+        if dies:
+            scene.check_after_death()
+        else:
+            scene.check()
+    assert number > 5
+
+
+@pytest.mark.parametrize("meanwhile", ["newer", "same"])
+def test_a_writer_that_stands_still_at_every_call(
+    storages: Iterator[Storage], tmp_path: Path, meanwhile: str
+) -> None:
+    """Others have written its part, or all of another attempt, and that is committed."""
+    for number in itertools.count(1):
+        scene = Scene.of(next(storages), tmp_path)
+        mine = (scene.series, MINE)
+
+        def others() -> None:
+            version = NEWER if meanwhile == "newer" else MINE
+            scene.save(version)  # noqa: B023
+            scene.must_stay = [version]  # noqa: B023
+
+        late = Interrupted(scene.storage, number, others)
+        (tmp_path / "late").mkdir(exist_ok=True)
+        part = {"rank-00000": STATES[MINE]["rank-00000"]}
+        with suppress(HoldfastError, FileNotFoundError):
+            write_state(late, *mine, part, ATTEMPTS[MINE], tmp_path / "late")
+        for left in (tmp_path / "late").iterdir():
+            left.unlink()
+        if late.count < number:
+            break
+        if meanwhile == "newer":
+            abandon(scene.storage, ATTEMPTS[MINE])
+        scene.check()
+    assert number > 2
+
+
+@pytest.mark.parametrize("meanwhile", ["same", "newer", "later"])
+def test_a_fence_that_closes_meanwhile_ends_every_change(
+    request: pytest.FixtureRequest, storages: Iterator[Storage], tmp_path: Path, meanwhile: str
+) -> None:
+    for number in every_call(request, meanwhile):
+        scene, order = begin(next(storages), tmp_path, has_old=False)
+        before: list[dict[str, int]] = []
+
+        def others() -> None:
+            getattr(scene, meanwhile)(order)  # noqa: B023
+            before.append(scene.storage.files(""))  # noqa: B023
+
+        def check() -> None:
+            if before:  # noqa: B023
+                raise FencedError("the master has given this node up")
+
+        late = Interrupted(scene.storage, number, others)
+        with suppress(HoldfastError):
+            commit(late, scene.series, order, patience=IMPATIENT, fence=check)
+            assert late.count < number or scene.storage.files("") == before[0]
+        if late.count < number:
+            break
+        scene.check()
+
+
+# ---- file systems: at every system call ---------------------------------------------------------
+
+CALLS = frozenset(
+    {"open", "pwrite", "fsync", "rename", "mkdir", "rmdir", "unlink", "remove", "scandir", "lstat"}
+)
+
+
+def interrupted_at(number: int, work: Callable[[], None], meanwhile: Callable[[], None]) -> bool:
+    """Do the work, and the other thing right before its n-th system call; False if it has fewer."""
+    seen = 0
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        nonlocal seen
+        if event != "c_call" or getattr(function, "__module__", "") != "posix":
+            return
+        if function.__name__ in CALLS:
+            seen += 1
+            if seen == number:
+                sys.setprofile(None)
+                meanwhile()
+
+    sys.setprofile(watch)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen >= number
+
+
+@pytest.mark.parametrize("kind", [PosixStorage, WithoutExchange])
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_a_commit_that_stands_still_at_every_system_call(
+    in_memory: Path, tmp_path: Path, kind: type[PosixStorage], meanwhile: str
+) -> None:
+    for number in itertools.count(1):
+        scene, order = begin(kind(f"{in_memory}/{number}"), tmp_path, has_old=True)
+
+        def work() -> None:
+            with suppress(HoldfastError):
+                commit(scene.storage, scene.series, order, patience=IMPATIENT)  # noqa: B023
+                apply_retention(scene.storage, scene.series)  # noqa: B023
+
+        if not interrupted_at(number, work, partial(getattr(scene, meanwhile), order)):
+            break
+        scene.check()
+    assert number > 20
+    assert len(os.listdir(in_memory)) == number
