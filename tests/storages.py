@@ -14,7 +14,7 @@ from holdfast.checkpoint.commit import commit
 from holdfast.checkpoint.manifest import Committed, find_committed
 from holdfast.checkpoint.persist import load_part, part_length, write_part
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
-from holdfast.checkpoint.storage_port import Patience, Storage
+from holdfast.checkpoint.storage_port import FencedStorage, Patience, Storage
 from holdfast.model.checkpoint import SHARED, FileEntry, Series, Shape, Version, rank_part
 from holdfast.protocol.checkpoints import CommitOrder
 
@@ -60,6 +60,16 @@ _S3_SETTINGS = {
 def make(storage: Storage, path: str, content: bytes = b"1") -> None:
     """A small file, with the directory that it is in."""
     storage.write(path, memoryview(content), 1)
+
+
+class Later(FencedStorage):
+    """The same storage when nothing in it has changed for so long."""
+
+    def __init__(self, storage: Storage, later_s: float) -> None:
+        super().__init__(storage, lambda: None)
+        self.entries = lambda path: {
+            name: age_s + later_s for name, age_s in storage.entries(path).items()
+        }
 
 
 def make_state(seed: int, ranks: int = 2, size: int = 50_000) -> dict[str, dict[str, bytes]]:

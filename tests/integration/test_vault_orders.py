@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from holdfast.agent.vault import storage as storage_module
 from holdfast.checkpoint.manifest import list_committed
+from holdfast.checkpoint.owner import GONE_S, Claim
 from holdfast.checkpoint.posix import PosixStorage
 from holdfast.checkpoint.slots import Slot
 from holdfast.checkpoint.storage import open_storage
@@ -22,7 +24,8 @@ from holdfast.model.errors import RejectedError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 from tests.integration.vault_node import SHAPE, Node, node
-from tests.storages import order_for
+from tests.storages import Later, order_for
+from tests.waiting import until
 
 LIMIT_S = 120.0
 FIRST, SECOND = rank_part(0), rank_part(1)
@@ -157,6 +160,67 @@ def test_a_storage_that_fails_is_said_once(tmp_path: Path, run: Run) -> None:
             await persisted(here, "t1")
             (said,) = [line for line in here.said if "Input/output error" in line]
             assert said.endswith("it is tried again")
+
+    run(orders())
+
+
+class Shared(PosixStorage):
+    """A directory in which another job is at work: its note is a new one at every look."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self._plain, self._another = PosixStorage(directory), Claim("another")
+
+    def get(self, path: str) -> bytes | None:
+        if path.endswith("owner.json"):
+            self._another.take(self._plain)
+        return super().get(path)
+
+
+def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path, run: Run) -> None:
+    """Their steps would replace each other, and retention of one remove those of the other."""
+    directory = f"{tmp_path}/checkpoints"
+
+    async def orders() -> None:
+        async with node(tmp_path, directory, open_storage=Shared) as here:
+            assert [line for line in here.said if "can read there" in line]
+            order = await persisted(here, "t1")
+            assert order.files == ()
+            (report,) = await here.master.hears(c.PartsPersisted, 1)
+            assert "another job writes to" in report.problem
+            assert os.listdir(f"{directory}/.holdfast") == ["owner.json"]
+            here.vault.pushed(order)
+            (done,) = await here.master.hears(c.CommitDone, 1)
+            assert "another job writes to" in done.problem
+            assert list_committed(open_storage(directory), Series(directory)) == []
+
+    run(orders())
+
+
+def test_a_job_shows_that_it_is_there_until_another_takes_its_place(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = f"{tmp_path}/checkpoints"
+    monkeypatch.setattr(storage_module, "RENEW_S", 0.05)
+    storage = open_storage(directory)
+    other = Claim("another")
+
+    def note() -> bytes | None:
+        return storage.get(".holdfast/owner.json")
+
+    async def orders() -> None:
+        async with node(tmp_path, directory) as here:
+            await persisted(here, "t1")
+            before = note()
+            await asyncio.to_thread(until, lambda: note() != before, LIMIT_S)
+
+            def is_told() -> bool:
+                # As if this job had stood still until the other believed that it was over.
+                other.look(storage)
+                other.take(Later(storage, GONE_S))
+                return any("nothing more goes to storage" in line for line in here.said)
+
+            await asyncio.to_thread(until, is_told, LIMIT_S)
 
     run(orders())
 

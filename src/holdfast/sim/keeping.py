@@ -115,8 +115,9 @@ class SharedStorage(PosixStorage):
         moved: Moved = lambda size: None,
         crc_of: CrcOf = crc_of,
     ) -> int:
-        lineage, step, _ = bytes(data).decode(errors="replace").splitlines()[-1].split()
-        self._versions[_attempt(path)] = Version(int(lineage), int(step))
+        if not path.endswith(".json"):  # Not a part, but the note of whose the directory is.
+            lineage, step, _ = bytes(data).decode(errors="replace").splitlines()[-1].split()
+            self._versions[_attempt(path)] = Version(int(lineage), int(step))
         self._require_order(path)
         return super().write(path, data, writers, moved, crc_of)
 

@@ -47,6 +47,7 @@ class Means:
         say: Say,
         peer: Callable[[str], PeerClient],
         fence: Fence,
+        job: str,
     ) -> None:
         self.say = say
         self.open_storage = open_storage
@@ -54,6 +55,8 @@ class Means:
         self.peer = peer
         """The byte service of another agent, by its address."""
         self.fence = fence
+        self.job = job
+        """Names the job, the same on all of its nodes and for all of its masters."""
         self.node_id = -1
         """Who this node is to the master; -1 until it has said so."""
         self.group_rank = 0

@@ -2,8 +2,10 @@
 """The storage of one series, as the event loop uses it: every call runs in a thread."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.agent.vault.means import Means
@@ -11,13 +13,14 @@ from holdfast.agent.vault.memory import CHANGED, NOT_SEALED
 from holdfast.checkpoint.commit import commit
 from holdfast.checkpoint.digests import digest_beside
 from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
+from holdfast.checkpoint.owner import RENEW_S, Claim
 from holdfast.checkpoint.persist import load_part, part_length, write_part
 from holdfast.checkpoint.places import abandon, clean_leftovers
 from holdfast.checkpoint.retention import apply_retention, remove_steps
 from holdfast.checkpoint.slots import Slot
-from holdfast.checkpoint.storage_port import FencedStorage, Patience, Storage
+from holdfast.checkpoint.storage_port import FencedStorage, Patience, Storage, persistently
 from holdfast.model.checkpoint import FileEntry, Series, Stored, Version
-from holdfast.model.errors import FencedError, StateError
+from holdfast.model.errors import FencedError, HoldfastError, RetryableError, StateError
 from holdfast.protocol import checkpoints as c
 
 
@@ -35,6 +38,8 @@ class Depot:
             failed=lambda why: self._loop.call_soon_threadsafe(self._failed, why)
         )
         self._is_failing = False
+        self._claim = Claim(means.job)
+        self._renewing: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         """Do not try again what fails from now on, and commit and remove nothing more."""
@@ -68,11 +73,54 @@ class Depot:
     async def stored(self) -> tuple[Stored, ...]:
         """What is committed; damaged ones are said and passed over."""
         storage = await self._open()
+        await self._look_for_others(storage)
         problems: list[str] = []
         found = await self._means.urgently(list_committed, storage, self.series, problems.append)
         for problem in problems:
             self._means.say(f"a checkpoint is passed over: {problem}")
         return tuple(committed.stored for committed in found)
+
+    async def _look_for_others(self, storage: Storage) -> None:
+        """Say that another job writes here; or go on to show that this one does."""
+        with suppress(HoldfastError, OSError):  # It may only be allowed to read.
+            other = await self._means.urgently(self._claim.look, storage)
+            if other is not None:
+                self._means.say(
+                    f"another job writes to {storage.url} (process {other.pid} on {other.host}): "
+                    "as long as it does, this one can read there, but nothing that it saves stays"
+                )
+            elif await self._means.urgently(self._claim.is_held, storage):
+                self._keep_claim(storage)
+
+    async def _take(self) -> Storage:
+        """The storage, once it is known that no other job writes there; RejectedError if one does.
+
+        Asked by the first node before it writes and by the one that commits.
+        """
+        storage = await self._open()
+        if self._renewing is None or self._renewing.done():
+            what = f"{storage.full('')} could not be claimed for this job"
+            fenced = FencedStorage(storage, self.fence())
+            take = functools.partial(self._claim.take, fenced)
+            await self._means.quietly(persistently, what, take, self._patience, self._stop)
+            self._keep_claim(storage)
+        return storage
+
+    def _keep_claim(self, storage: Storage) -> None:
+        is_kept = self._renewing is not None and not self._renewing.done()
+        if self._means.group_rank == 0 and not is_kept:
+            self._renewing = self._means.spawn(
+                self._renew(storage), "nothing more goes to storage from this job"
+            )
+
+    async def _renew(self, storage: Storage) -> None:
+        """Only the first node does: if it is lost, the next one goes on when it has restored."""
+        while self._means.group_rank == 0:
+            await asyncio.sleep(RENEW_S)
+            fenced = FencedStorage(storage, self.fence())
+            # What another job has done meanwhile ends this, a storage that fails does not.
+            with suppress(RetryableError, FencedError, OSError):
+                await self._means.quietly(self._claim.take, fenced)
 
     async def find(self, version: Version) -> Committed:
         """The checkpoint of this version; StateError if it is not there."""
@@ -97,7 +145,9 @@ class Depot:
         self, attempt: str, version: Version, paths: dict[str, Path]
     ) -> tuple[FileEntry, ...]:
         """Write the slots of these parts to the place of the attempt, durably."""
-        storage, series, tally = await self._open(), self.series, self._means.tally
+        is_first = self._means.group_rank == 0
+        storage = await self._take() if is_first else await self._open()
+        series, tally = self.series, self._means.tally
         loop = asyncio.get_running_loop()
 
         def moved(size: int) -> None:
@@ -136,7 +186,7 @@ class Depot:
         """
         notes = await self._means.urgently(
             commit,
-            await self._open(),
+            await self._take(),
             self.series,
             order,
             patience=self._patience,
@@ -161,5 +211,5 @@ class Depot:
 
     async def remove(self, steps: tuple[int, ...]) -> None:
         """Remove committed steps, but never the newest."""
-        storage = FencedStorage(await self._open(), self.fence())
+        storage = FencedStorage(await self._take(), self.fence())
         await self._means.quietly(remove_steps, storage, self.series, steps)

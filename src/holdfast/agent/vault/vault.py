@@ -48,8 +48,12 @@ SETTLE_S = 600.0
 
 def _arena_of(token: bytes) -> Arena:
     """The memory of one agent of the job that has this token."""
-    job = hashlib.sha256(token).hexdigest()[:16]
-    return Arena(memory_dir(), f"job-{job}", secrets.token_hex(8))
+    return Arena(memory_dir(), f"job-{_job_of(token)}", secrets.token_hex(8))
+
+
+def _job_of(token: bytes) -> str:
+    """Jobs have no names that are theirs alone, but tokens that are."""
+    return hashlib.sha256(token).hexdigest()[:16]
 
 
 class Vault:
@@ -80,6 +84,7 @@ class Vault:
             say,
             peer=lambda address: _client(address, token, has_tls=has_tls),
             fence=Fence(monotonic),
+            job=_job_of(token),
         )
         self._memory = Memory(self._means)
         self._nproc = nproc
