@@ -181,3 +181,10 @@ def test_proofs_differ_by_side_token_and_challenge() -> None:
     assert len(proofs) == 5
     assert same_mac(client_mac(token, server, client), client_mac(token, server, client))
     assert not same_mac(client_mac(token, server, client), b"")
+
+
+@pytest.mark.parametrize("length", [0, 31, 33])
+def test_a_nonce_of_another_length_is_refused(length: int) -> None:
+    """Proofs are computed over the two nonces in a row: where one ends must not be a choice."""
+    for body in (m.Challenge(1, bytes(length)), m.Proof(1, bytes(length), bytes(32))):
+        assert drained(FrameReader(LIMIT), encode(body)) is None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from holdfast.model.errors import ProtocolError
+from holdfast.protocol.messages import NONCE_BYTES as NONCE_BYTES
 from holdfast.protocol.messages import VERSION, AnyMessage, Frame
 
 FRAME_BYTES_MAX = 16 * 1024 * 1024
@@ -16,8 +17,6 @@ FRAME_BYTES_MAX = 16 * 1024 * 1024
 
 HANDSHAKE_BYTES_MAX = 1024
 """The limit until the peer has proved the token."""
-
-NONCE_BYTES = 32
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

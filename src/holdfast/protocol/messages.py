@@ -29,19 +29,23 @@ VERSION = 1
 
 # ---- handshake: the first three frames of every channel -----------------------------------------
 
+NONCE_BYTES = 32
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+"""Of one length, so that what a proof is computed over can be read in one way only."""
+
 
 class Challenge(Message, frozen=True):
     """Server to client, first frame."""
 
     version: int
-    nonce: bytes
+    nonce: Nonce
 
 
 class Proof(Message, frozen=True):
     """Client to server: proves the token for this challenge, and challenges back."""
 
     version: int
-    nonce: bytes
+    nonce: Nonce
     mac: bytes
 
 
