@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.model.checkpoint import Shape
 from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import dcp_image
-from holdfast.torch.images import Image, fill
+from holdfast.torch.images import Image, dtype_named, fill
 from holdfast.torch.reshard import check_bounds, copies_for, run_copies
 from holdfast.torch.shard_map import (
     ALIGNMENT,
@@ -103,9 +103,9 @@ def test_items_begin_at_aligned_places_and_do_not_overlap() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64", "float8_e4m3fn"])
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (4, 3)])
 def test_an_item_is_a_file_that_torch_loads(dtype: str, shape: tuple[int, ...]) -> None:
-    count = math.prod(shape) * dcp_image.dtype_named(dtype).itemsize
+    count = math.prod(shape) * dtype_named(dtype).itemsize
     raw = torch.arange(count, dtype=torch.uint8).remainder(2)
-    tensor = raw.view(dcp_image.dtype_named(dtype)).reshape(shape)
+    tensor = raw.view(dtype_named(dtype)).reshape(shape)
     (items,) = laid_out(declared(Chunk("t", dtype, shape, (0,) * len(shape), shape))).items
     image = dcp_image.data_image(0, dcp_image.tensor_row(items, [tensor], [False]), {})
     assert gap(image) is None

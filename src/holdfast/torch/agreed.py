@@ -9,21 +9,24 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
-from holdfast.model.errors import UsageError
+from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import dcp_image
 from holdfast.torch.images import Image, bytes_image
 from holdfast.torch.shard_map import (
     Chunk,
     Declaration,
     Layout,
+    Path,
     SavedChunk,
     SavedTensor,
     ValueRoom,
     aligned,
+    check_map,
     is_worth_storing,
     lay_out,
 )
 from holdfast.torch.sharded_state import Leaves
+from holdfast.torch.state import DEPTH_MAX
 
 MAP_FILE = "shards.json"
 EXCHANGE_TIMEOUT = timedelta(minutes=10)
@@ -36,6 +39,23 @@ class ChunkMap(Struct, frozen=True):
     tensors: dict[str, SavedTensor]
     values: dict[str, ValueRoom]
     """Where what is no tensor is, as torch.save wrote it."""
+    paths: dict[str, Path] = {}
+    """Where in the nested state each name was found; older checkpoints lack it."""
+
+
+def decode_map(data: bytes | memoryview) -> ChunkMap:
+    """The map that a checkpoint has. StateError if it is damaged, or points to nowhere."""
+    try:
+        found = msgspec.json.decode(data, type=ChunkMap)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StateError(f"{MAP_FILE} cannot be read: {error}") from error
+    check_map(found.tensors, found.world_size)
+    for name, room in found.values.items():
+        if room.offset < 0 or room.length < 0 or not 0 <= room.rank < found.world_size:
+            raise StateError(f"{MAP_FILE} has {name!a} at byte {room.offset} of rank {room.rank}")
+    if any(len(path) > DEPTH_MAX for path in found.paths.values()):
+        raise StateError(f"{MAP_FILE} has a state that is nested too deep")
+    return found
 
 
 class Exchange:
@@ -89,7 +109,7 @@ class AgreedLayout:
         self._rooms = dict(self._layout.values)
         self._index_files: list[Image] = []
         tensors = self._layout.tensors()
-        self._map = ChunkMap(exchange.world_size, tensors, self._rooms)
+        self._map = ChunkMap(exchange.world_size, tensors, self._rooms, self._layout.paths)
         index = _own_chunks(rank, leaves.chunks, self._layout, tensors)
         self.own_chunks = msgspec.Raw(msgspec.json.encode(index))
         self.own_paths = msgspec.Raw(msgspec.json.encode(leaves.paths))

@@ -16,7 +16,6 @@ import math
 import os
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import (
@@ -41,10 +40,10 @@ from holdfast.model.checkpoint import Shape, rank_part
 from holdfast.model.errors import RejectedError, StateError, UsageError
 from holdfast.runtime.settings import worker_place
 from holdfast.torch import dcp_image
-from holdfast.torch.agreed import MAP_FILE, AgreedLayout, ChunkMap, Exchange
+from holdfast.torch.agreed import MAP_FILE, AgreedLayout, ChunkMap, Exchange, decode_map
 from holdfast.torch.checkpointer import Checkpointer
 from holdfast.torch.files import LoadedFiles
-from holdfast.torch.images import tensor_at
+from holdfast.torch.images import dtype_named, tensor_at
 from holdfast.torch.session import Tier
 from holdfast.torch.sharded_state import Leaves, chunk_of
 
@@ -130,7 +129,7 @@ class DcpReader(StorageReader):
         }
         for name, tensor in self._map.tensors.items():
             known[name] = TensorStorageMetadata(
-                TensorProperties(dtype=dcp_image.dtype_named(tensor.dtype)),
+                TensorProperties(dtype=dtype_named(tensor.dtype)),
                 torch.Size(tensor.shape),
                 [
                     ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
@@ -174,7 +173,7 @@ class DcpReader(StorageReader):
         tensor = self._map.tensors[request.storage_index.fqn]
         number = request.storage_index.index
         chunk = tensor.chunks[number or 0]
-        dtype = dcp_image.dtype_named(tensor.dtype)
+        dtype = dtype_named(tensor.dtype)
         data = _bytes(files, chunk.rank, chunk.data, math.prod(chunk.sizes) * dtype.itemsize)
         saved = narrow_tensor_by_index(
             tensor_at(data, 0, dtype, chunk.sizes), request.storage_offsets, request.lengths
@@ -200,10 +199,9 @@ def _bytes(files: LoadedFiles, rank: int, offset: int, length: int) -> memoryvie
 
 def _read_map(files: LoadedFiles) -> ChunkMap:
     try:
-        return msgspec.json.decode(files.file(MAP_FILE), type=ChunkMap)
-    except msgspec.DecodeError as error:
+        if MAP_FILE not in files.names():
+            raise UsageError("This checkpoint was not saved from a sharded state.")
+        return decode_map(files.file(MAP_FILE))
+    except (StateError, UsageError):
         files.close()
-        raise StateError(f"{MAP_FILE} cannot be read: {error}") from error
-    except StateError:
-        files.close()
-        raise UsageError("This checkpoint was not saved from a sharded state.") from None
+        raise

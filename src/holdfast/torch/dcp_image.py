@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.images import Hole, Image
+from holdfast.torch.images import Hole, Image, dtype_named
 from holdfast.torch.shard_map import Blob, Item, Layout, Lengths, ValueRoom
 from holdfast.torch.zip_image import zip_image
 
@@ -44,14 +44,6 @@ _COMMENT_MAX = 0xFFFF
 def data_file(rank: int) -> str:
     """The name that torch gives to the one data file of a rank."""
     return f"__{rank}_0.distcp"
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """torch.float32 for "float32"."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"This version of torch has no dtype {name!r}.")
-    return dtype
 
 
 @dataclass(frozen=True, slots=True)

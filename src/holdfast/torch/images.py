@@ -9,15 +9,20 @@ serialisation there is, and the bytes in memory are the bytes of the file on sto
 import ctypes
 import functools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.checkpoint.memory import address_of
+from holdfast.model.errors import StateError, UsageError
 
 PAGE = 4096
 """Tensor data starts at a multiple of this, so that a reader can map it."""
+
+_DIMS_MAX = 64
+"""What torch has at most."""
 
 _SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
@@ -135,6 +140,39 @@ def fill_hole(hole: Hole, target: memoryview) -> None:
         tensor = tensor.reshape(-1).view(torch.uint8)  # Not every dtype knows how to be copied.
     if tensor.numel():
         tensor_at(target, hole.offset, tensor.dtype, tensor.shape).copy_(tensor)
+
+
+def is_shape(sides: Sequence[int]) -> bool:
+    """Whether torch could have such a tensor."""
+    is_counted = len(sides) <= _DIMS_MAX and all(side >= 0 for side in sides)
+    return is_counted and math.prod(max(side, 1) for side in sides) < 2**63
+
+
+def check_entries(entries: Sequence[Entry], length: int) -> None:
+    """StateError unless each of these tensors is within a file of this length.
+
+    The index is only a file: its numbers end up as addresses that are copied from.
+    """
+    for entry in entries:
+        size = dtype_named(entry.dtype).itemsize
+        if not is_shape(entry.shape) or entry.length != math.prod(entry.shape) * size:
+            raise StateError(
+                f"the index of the checkpoint has {entry.length} bytes for {entry.name!a}, which "
+                f"is {entry.dtype} {list(entry.shape)}"
+            )
+        if not 0 <= entry.offset <= length - entry.length:
+            raise StateError(
+                f"the index of the checkpoint has {entry.name!a} at byte {entry.offset} of a file "
+                f"of {length} bytes"
+            )
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch.float32 for "float32"."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"This version of torch has no dtype {name!r}.")
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

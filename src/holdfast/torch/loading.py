@@ -59,7 +59,7 @@ def _kind(part: OpenPart) -> str:
             f"this checkpoint has files of a framework's own format ({', '.join(part.names())}): "
             "load it with the adapter that saved it"
         )
-    return str(state.decode(part.file(name)).get("kind"))
+    return str(state.decode_index(part.file(name)).get("kind"))
 
 
 def hand_over(live: object, value: object, where: str) -> None:

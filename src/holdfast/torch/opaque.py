@@ -6,6 +6,13 @@ and the load said `allow_pickle=True`.
 """
 
 import pickle
+import struct
+
+NOT_LOADED = (
+    *(pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError),
+    *(AttributeError, TypeError, ArithmeticError, AssertionError, MemoryError, struct.error),
+)
+"""What torch.load says to a file that it cannot read, or only by running what stands in it."""
 
 
 def to_bytes(value: object) -> bytes:

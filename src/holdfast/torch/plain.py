@@ -15,14 +15,16 @@ import torch
 from holdfast.checkpoint.copier import Copier, Copy, Task
 from holdfast.checkpoint.memory import address_of
 from holdfast.model.checkpoint import SHARED, rank_part
-from holdfast.model.errors import UsageError
+from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import state
 from holdfast.torch.fresh import fresh_tensor
 from holdfast.torch.images import (
     Entry,
     Image,
     bytes_image,
+    check_entries,
     dtype_name,
+    dtype_named,
     lies_in_a_row,
     safetensors_image,
     tensor_at,
@@ -44,19 +46,31 @@ def collect(part: str, value: Mapping[str, object], allow_pickle: bool) -> list[
     return [image, bytes_image(f"{part}.json", state.encode(document))]
 
 
+def read_index(
+    fields: Mapping[str, Any], length: int
+) -> tuple[dict[str, state.Tree], tuple[Entry, ...]]:
+    """Trees and tensors of an index; StateError if it cannot be that of a file of this length."""
+    try:
+        trees = msgspec.convert(fields.get("tree"), dict[str, Any])
+        entries = msgspec.convert(fields.get("tensors"), tuple[Entry, ...])
+    except msgspec.ValidationError as exc:
+        raise StateError(f"the index of the checkpoint is damaged: {exc}") from exc
+    check_entries(entries, length)
+    return trees, entries
+
+
 class Document:
     """The two files of a part, while they are read."""
 
     def __init__(self, part: OpenPart) -> None:
-        fields = state.decode(part.file(f"{part.part}.json"))
+        fields = state.decode_index(part.file(f"{part.part}.json"))
         if fields.get("kind") != KIND or fields.get("format") != FORMAT:
             raise UsageError(
                 f"part {part.part} of this checkpoint has format {fields.get('format')} of kind "
                 f"{fields.get('kind')}; this load reads format {FORMAT} of kind {KIND}"
             )
-        self.trees: dict[str, state.Tree] = fields["tree"]
-        self.entries = msgspec.convert(fields["tensors"], tuple[Entry, ...])
         self.data = part.file(f"{part.part}.safetensors")
+        self.trees, self.entries = read_index(fields, len(self.data))
         self.address = address_of(self.data)
 
     def copy(self, entry: Entry, target: torch.Tensor) -> Copy:
@@ -149,7 +163,7 @@ class _Fit:
     def tensor(self, index: int, live: object, where: str) -> torch.Tensor:
         """The live tensor itself, if it can take the saved one; otherwise a new one."""
         entry = self._document.entries[index]
-        dtype = getattr(torch, entry.dtype)
+        dtype = dtype_named(entry.dtype)
         if isinstance(live, torch.Tensor):
             if live.dtype == dtype and tuple(live.shape) == entry.shape:
                 self._take_in_place(index, live, where)

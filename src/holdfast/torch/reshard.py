@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch.dcp_image import dtype_named
-from holdfast.torch.images import tensor_at
+from holdfast.torch.images import dtype_named, tensor_at
 from holdfast.torch.shard_map import Chunk, Lengths, SavedTensor
 
 

@@ -10,11 +10,11 @@ Nothing here knows torch or touches bytes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from holdfast.model.errors import UsageError
+from holdfast.model.errors import StateError, UsageError
 
 ALIGNMENT = 64
 """Every item of a file begins at a multiple of this; torch aligns the data within an item."""
@@ -125,6 +125,22 @@ class Layout(Struct, frozen=True):
             name: SavedTensor(about[name].dtype, about[name].shape, tuple(chunks))
             for name, chunks in found.items()
         }
+
+
+def check_map(tensors: Mapping[str, SavedTensor], world_size: int) -> None:
+    """StateError unless every chunk of a map that was read is a box of its tensor."""
+    for name, tensor in tensors.items():
+        dims = len(tensor.shape)
+        for chunk in tensor.chunks:
+            is_box = len(chunk.offsets) == len(chunk.sizes) == dims and all(
+                offset >= 0 and size >= 0 and offset + size <= side
+                for offset, size, side in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
+            )
+            if not is_box or chunk.data < 0 or not 0 <= chunk.rank < world_size:
+                raise StateError(
+                    f"The index has a chunk of {name!a} of rank {chunk.rank} that cannot be: "
+                    f"{list(chunk.sizes)} at {list(chunk.offsets)} of {list(tensor.shape)}."
+                )
 
 
 def is_worth_storing(chunk: Chunk) -> bool:

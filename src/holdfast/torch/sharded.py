@@ -20,12 +20,22 @@ from msgspec import Struct
 from holdfast.model.checkpoint import Shape, rank_part
 from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import dcp_image, state
-from holdfast.torch.agreed import MAP_FILE, AgreedLayout, ChunkMap, Exchange
-from holdfast.torch.images import Entry, Image, Leaf, bytes_image, safetensors_image, tensor_at
+from holdfast.torch.agreed import MAP_FILE, AgreedLayout, Exchange, decode_map
+from holdfast.torch.images import (
+    Entry,
+    Image,
+    Leaf,
+    bytes_image,
+    check_entries,
+    dtype_named,
+    safetensors_image,
+    tensor_at,
+)
 from holdfast.torch.reshard import Copy, check_bounds, copies_for, run_copies
 from holdfast.torch.shard_map import (
     Path,
     SavedTensor,
+    check_map,
     is_worth_storing,
 )
 from holdfast.torch.sharded_state import Follower, Leaves, LiveState, LoadTarget
@@ -209,11 +219,12 @@ class _Ready:
         def tensor(number: int) -> torch.Tensor:
             assert data is not None
             entry = entries[number]
-            dtype = dcp_image.dtype_named(entry.dtype)
+            dtype = dtype_named(entry.dtype)
             return tensor_at(data, entry.offset, dtype, entry.shape).clone()
 
         loaded = state.rebuild(self.index.tree, tensor, allow_pickle)
-        assert isinstance(loaded, dict)
+        if not isinstance(loaded, dict):
+            raise StateError(f"The index of rank {self.rank} has no values.")
         return loaded
 
 
@@ -235,15 +246,18 @@ def _read_index(part: OpenPart, rank: int) -> RankIndex:
             "This checkpoint was not saved from a sharded model: load it into an unsharded one "
             f"first ({name}: {error})."
         ) from error
-    except (KeyError, msgspec.DecodeError) as error:
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StateError(f"{name} cannot be read: {error}") from error
+    check_map(index.chunks, index.world_size)
+    if index.tensors:
+        check_entries(index.tensors, len(part.file(f"{rank_part(rank)}.safetensors")))
     return index
 
 
 def _read_map(part: OpenPart) -> dict[str, SavedTensor]:
     try:
-        return msgspec.json.decode(part.file(MAP_FILE), type=ChunkMap).tensors
-    except (KeyError, msgspec.DecodeError) as error:
+        return decode_map(part.file(MAP_FILE)).tensors
+    except KeyError as error:
         raise StateError(f"{MAP_FILE} cannot be read: {error}") from error
 
 

@@ -8,6 +8,7 @@ place where it was found.
 
 import base64
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -22,7 +23,7 @@ import torch
 
 from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import opaque
-from holdfast.torch.images import Leaf, dtype_name
+from holdfast.torch.images import Leaf, dtype_name, dtype_named
 
 DEPTH_MAX = 100
 """A state nested deeper than this most likely contains itself."""
@@ -34,6 +35,12 @@ Tree = Any
 """None, bool, int, float, str, a list of trees, or a dict with one tag."""
 
 Path = tuple[object, ...]
+
+_NOT_UNDERSTOOD = (
+    *(ArithmeticError, AttributeError, IndexError, RuntimeError, SyntaxError, TypeError),
+    *(ValueError, struct.error),
+)
+"""What Python, numpy and torch say to a text that they cannot make a value of."""
 
 _MAPPINGS: dict[type, str] = {
     dict: "dict",
@@ -92,8 +99,16 @@ def decode(data: bytes | memoryview) -> Any:
     """The inverse of `encode`. StateError if it is no JSON."""
     try:
         return msgspec.json.decode(data)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise StateError(f"the index of the checkpoint is damaged: {exc}") from exc
+
+
+def decode_index(data: bytes | memoryview) -> dict[str, Any]:
+    """What stands beside the tensors of a part: an object. StateError if it is none."""
+    fields = decode(data)
+    if not isinstance(fields, dict):
+        raise StateError("the index of the checkpoint is damaged: it is not an object")
+    return fields
 
 
 def unwrapped(value: object) -> object:
@@ -275,7 +290,12 @@ class Rebuilder:
         self._allow_pickle = allow_pickle
 
     def value(self, tree: Tree, live: object = None, path: Path = ("",)) -> Any:
-        """What the tree stands for. `live`: what is there now; the tree may have more or less."""
+        """What the tree stands for. `live`: what is there now; the tree may have more or less.
+
+        StateError: no save of ours wrote such a tree.
+        """
+        if len(path) > DEPTH_MAX:
+            raise StateError(f"{where_text(path[:4])}... in the checkpoint is nested too deep")
         if isinstance(tree, list):
             return [self.value(item, _at(live, i), (*path, i)) for i, item in enumerate(tree)]
         if not isinstance(tree, dict):
@@ -288,21 +308,25 @@ class Rebuilder:
         if tag in _MAPPING_TYPES:
             return self._mapping(_MAPPING_TYPES[tag], content, live, path)
         if tag in _SEQUENCE_TYPES:
-            return _SEQUENCE_TYPES[tag](
-                self.value(item, _at(live, i), (*path, i)) for i, item in enumerate(content)
-            )
+            items = self.value(_list(content, path), live, path)
+            return _SEQUENCE_TYPES[tag](_keys(items, path) if tag != "tuple" else items)
         if tag == "state_of":
             return self._stateful(content, live, path)
         return self._rarer(tag, content, live, path)
 
-    def _tensor(self, index: int, live: object, path: Path) -> torch.Tensor:
-        return self._make(index, live, where_text(path))
+    def _tensor(self, index: Tree, live: object, path: Path) -> torch.Tensor:
+        if type(index) is int and index >= 0:
+            with contextlib.suppress(IndexError):
+                return self._make(index, live, where_text(path))
+        raise StateError(f"{where_text(path)}: the checkpoint has no tensor {index!a}")
 
     def _mapping(self, kind: type, content: Tree, live: object, path: Path) -> Any:
         if isinstance(content, dict):
             pairs = list(content.items())
         else:
-            pairs = [(self.value(key), item) for key, item in content]
+            found = [_list(pair, path, 2) for pair in _list(content, path)]
+            keys = _keys([self.value(key, None, (*path, "")) for key, _ in found], path)
+            pairs = [(key, pair[1]) for key, pair in zip(keys, found, strict=True)]
         result = {
             key: self.value(
                 item, live.get(key) if isinstance(live, Mapping) else None, (*path, key)
@@ -320,6 +344,16 @@ class Rebuilder:
         return state
 
     def _rarer(self, tag: str, content: Tree, live: object, path: Path) -> Any:
+        if tag in ("namedtuple", "dataclass"):
+            return self._record(tag, content, live, path)
+        if tag == "pickle":
+            return self._unpickled(content, path)
+        try:
+            return self._rare(tag, content, path)
+        except _NOT_UNDERSTOOD as exc:
+            raise StateError(f"{where_text(path)}: not a {tag} in the checkpoint: {exc}") from exc
+
+    def _rare(self, tag: str, content: Tree, path: Path) -> Any:
         match tag:
             case "int":
                 return int(content, 16)
@@ -342,27 +376,26 @@ class Rebuilder:
             case "size":
                 return torch.Size(content)
             case "dtype":
-                return getattr(torch, content)
+                return dtype_named(content)
             case "device":
                 return torch.device(content)
             case "enum":
-                return _class_of(content[0], path)[content[1]]
-            case "namedtuple" | "dataclass":
-                return self._record(tag, content, live, path)
-            case "pickle":
-                return self._unpickled(content, path)
+                return _member_of(content[0], content[1], path)
         raise StateError(
             f"{where_text(path)} in the checkpoint has the unknown tag {tag!r}: "
             "was it written by a newer Holdfast?"
         )
 
     def _record(self, tag: str, content: Tree, live: object, path: Path) -> Any:
-        kind = _class_of(content[0], path)
+        name, trees = _list(content, path, 2)
+        kind = _class_of(name, path)
         fields = {
             name: self.value(item, getattr(live, name, None), (*path, _Field(name)))
-            for name, item in content[1].items()
+            for name, item in (trees.items() if isinstance(trees, dict) else ())
         }
         if tag == "namedtuple":
+            if fields.keys() != set(getattr(kind, "_fields", ())):
+                raise UsageError(f"{where_text(path)} has other fields in the checkpoint than now")
             return kind(**fields)
         # Not through its constructor: a state is put back as it was, nothing is run.
         record = object.__new__(kind)
@@ -381,6 +414,8 @@ class Rebuilder:
                 f"{where_text(path)} was saved with allow_pickle=True: load it with "
                 "allow_pickle=True too, if you trust who wrote the checkpoint"
             )
+        if not isinstance(content, dict) or len(content) != 1:
+            raise StateError(f"{where_text(path)}: not a pickle in the checkpoint")
         ((_, data),) = content.items()
         return opaque.from_bytes(self._bytes(data, path))
 
@@ -441,8 +476,33 @@ def _class_name(value: object) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _class_of(name: str, path: Path) -> Any:
+def _list(content: Tree, path: Path, length: int | None = None) -> list[Tree]:
+    if not isinstance(content, list) or len(content) != (length or len(content)):
+        raise StateError(f"{where_text(path)} in the checkpoint is not a list as we write it")
+    return content
+
+
+def _keys(values: list[Any], path: Path) -> list[Any]:
+    """Values that are to be keys, or members of a set."""
+    try:
+        for value in values:
+            hash(value)
+    except TypeError as exc:
+        raise StateError(f"{where_text(path)} in the checkpoint: {exc}") from exc
+    return values
+
+
+def _member_of(name: str, member: str, path: Path) -> Any:
+    kind = _class_of(name, path)
+    if not issubclass(kind, enum.Enum) or member not in kind.__members__:
+        raise UsageError(f"{where_text(path)} is {name} {member}, which this program does not have")
+    return kind[member]
+
+
+def _class_of(name: Tree, path: Path) -> Any:
     """A class that this program has imported already: a checkpoint makes nobody import anything."""
+    if not isinstance(name, str):
+        raise StateError(f"{where_text(path)}: not a class in the checkpoint")
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for step in qualified.split("."):
