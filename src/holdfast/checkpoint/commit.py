@@ -40,7 +40,7 @@ from holdfast.checkpoint.storage_port import (
     persistently,
     readable_size,
 )
-from holdfast.model.checkpoint import Series
+from holdfast.model.checkpoint import Series, filled
 from holdfast.model.errors import RejectedError, RetryableError
 from holdfast.protocol.checkpoints import CommitOrder
 from holdfast.runtime.observe import wall_clock
@@ -196,7 +196,8 @@ def _has_replaced(storage: Storage, of_step: list[Committed]) -> bool:
 
 def tracker_text(series: Series, newest: Committed) -> bytes:
     """What the tracker says when this is the newest checkpoint."""
-    return series.tracker_text.format(name=newest.name, step=newest.manifest.step).encode()
+    step = newest.manifest.step
+    return filled(series.tracker_text, name=newest.name, step=step).encode()
 
 
 def point_tracker(

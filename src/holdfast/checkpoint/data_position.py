@@ -5,6 +5,8 @@ from msgspec import Struct
 
 from holdfast.model.dataset import Piece, Position
 
+_NUMBER_MAX = 2**63 - 1
+
 
 class DataPiece(Struct, frozen=True):
     """Samples from `begin` to before `end`; see model/dataset.py for what they are."""
@@ -56,6 +58,18 @@ class DataPosition(Struct, frozen=True, omit_defaults=True):
             is_listed=position.is_listed,
             recipe=position.recipe,
         )
+
+    def wrong(self) -> str:
+        """What in it cannot be, whatever the dataset is; empty if all can."""
+        numbers = [self.epoch, self.first_listed, *self.cut, *(one.samples for one in self.listed)]
+        for piece in (*self.open, *self.aside):
+            numbers += [piece.epoch, piece.extent, piece.begin, piece.end]
+            if piece.begin > piece.end:
+                return f"data from {piece.begin} to {piece.end}"
+        for number in numbers:
+            if not 0 <= number <= _NUMBER_MAX:
+                return f"the number {number} in a position of its data"
+        return ""
 
     def position(self) -> Position:
         """As the rest of the program knows it."""

@@ -5,6 +5,7 @@ It names every file of the checkpoint with its size and digest, and it ends with
 itself. A directory is a committed checkpoint if and only if a whole manifest is in it.
 """
 
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -14,8 +15,8 @@ from msgspec import Struct
 from holdfast.checkpoint.data_position import DataPosition
 from holdfast.checkpoint.digests import CHUNK
 from holdfast.checkpoint.storage_port import Storage, telling
-from holdfast.model.checkpoint import FileEntry, Series, Shape, Stored, Version
-from holdfast.model.errors import StateError
+from holdfast.model.checkpoint import SHARED, FileEntry, Series, Shape, Stored, Version, filled
+from holdfast.model.errors import RejectedError, StateError
 from holdfast.protocol.checkpoints import CommitOrder
 
 MANIFEST = "manifest.json"
@@ -24,7 +25,19 @@ FORMAT_VERSION = 1
 AGAIN = "~"
 """Stands between a checkpoint's name and an attempt, where the plain name is not to be had."""
 
+NUMBER_MAX = 2**63 - 1
+"""Of every number in a manifest: what carries them in memory and between nodes has 64 bits."""
+RANKS_MAX = 1 << 20
+NAME_BYTES_MAX = 200
+"""Of each piece of a name: room is left for what is added to it while the file is written."""
+PIECES_MAX = 20
+
 _END = b'"\n}\n'
+_DIGEST = re.compile(r"[0-9a-f]{8}")
+_RANK = re.compile(r"rank-([0-9]{5,7})")
+_CREATED = re.compile(r"[0-9TZ:.+-]{1,40}")
+_NOT_IN_NAMES = frozenset("/\\*?[]{}")
+"""What would lead elsewhere, or mean many names at once to a store of objects."""
 
 
 class ManifestFile(Struct, frozen=True):
@@ -81,8 +94,11 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
 
 
 def make_manifest(series: Series, order: CommitOrder, created: str) -> Manifest:
-    """The manifest of a checkpoint that is complete on storage."""
-    return Manifest(
+    """The manifest of a checkpoint that is complete on storage.
+
+    RejectedError when it would not be believed when it is read.
+    """
+    manifest = Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         step=order.version.step,
@@ -101,6 +117,10 @@ def make_manifest(series: Series, order: CommitOrder, created: str) -> Manifest:
         ),
         data=tuple(DataPosition.of(position) for position in order.positions),
     )
+    wrong = _what_is_wrong(manifest)
+    if wrong:
+        raise RejectedError(f"step {order.version.step} cannot be committed: it has {wrong}")
+    return manifest
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -111,12 +131,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
-    """The manifest of these bytes; StateError when they are not, or no longer, a whole one."""
+    """The manifest of these bytes; StateError when they are not, or no longer, a whole one.
+
+    The checksum finds damage, not intent: everything that is believed later is checked here.
+    """
     tail = len(_END) + 8
     head, digits, end = raw[:-tail], raw[-tail : -len(_END)], raw[-len(_END) :]
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise StateError(f"{where} is not a manifest: {exc}") from exc
     if manifest.format != FORMAT:
         raise StateError(f"{where} is not a manifest of Holdfast")
@@ -128,16 +151,97 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
         )
     if end != _END or digits != f"{crc32c(head):08x}".encode():
         raise StateError(f"{where} is damaged: its checksum does not fit its content")
+    wrong = _what_is_wrong(manifest)
+    if wrong:
+        raise StateError(f"{where} is not to be believed: it has {wrong}")
+    return manifest
+
+
+def _what_is_wrong(manifest: Manifest) -> str:
+    """The first thing in a manifest that cannot be; empty if all can be believed."""
+    numbers = {
+        "format_version": manifest.format_version,
+        "step": manifest.step,
+        "lineage": manifest.lineage,
+        "world_size": manifest.world_size,
+    }
+    for field, number in numbers.items():
+        if not 0 <= number <= NUMBER_MAX:
+            return f"the {field} {number}"
+    if not 1 <= manifest.world_size <= RANKS_MAX:
+        return f"{manifest.world_size} ranks"
+    if manifest.chunk != CHUNK:
+        return f"digests over chunks of {manifest.chunk} bytes instead of {CHUNK}"
+    if not is_plain_name(manifest.attempt) or AGAIN in manifest.attempt or "@" in manifest.attempt:
+        return f"the attempt {_cut(manifest.attempt)}"
+    if not _CREATED.fullmatch(manifest.created):
+        return f"the time {_cut(manifest.created)}"
+    return (
+        wrong_names(manifest.pattern, manifest.tracker, manifest.tracker_text)
+        or _wrong_files(manifest)
+        or next((wrong for position in manifest.data if (wrong := position.wrong())), "")
+    )
+
+
+def wrong_names(pattern: str, tracker: str, tracker_text: str) -> str:
+    """What is wrong with the names of a series; empty if they are well."""
+    name = filled(pattern, step=NUMBER_MAX, name="{")
+    if not is_plain_name(name) or AGAIN in name:
+        return f"the pattern {_cut(pattern)} for names of directories"
+    if tracker and not is_plain_name(tracker):
+        return f"the tracker {_cut(tracker)}"
+    text = filled(tracker_text, step=0, name="x")
+    is_text = text.replace("\n", "").isprintable() and {"{", "}"}.isdisjoint(text)
+    is_constant = text == filled(tracker_text, step=1, name="y")
+    if not is_text or len(text) > NAME_BYTES_MAX or (tracker and is_constant):
+        return f"the text {_cut(tracker_text)} for its tracker"
+    return ""
+
+
+def _wrong_files(manifest: Manifest) -> str:
+    names: set[str] = set()
     for file in manifest.files:
         if not is_safe_name(file.name):
-            raise StateError(f"{where} names the file {file.name!r}, which is not inside it")
-    return manifest
+            return f"a file {_cut(file.name)}, which is not inside it"
+        if file.name in names:
+            return f"two files {_cut(file.name)}"
+        names.add(file.name)
+        if not 0 <= file.size <= NUMBER_MAX:
+            return f"a file of {file.size} bytes"
+        if not _DIGEST.fullmatch(file.digest):
+            return f"the digest {_cut(file.digest)}"
+        rank = _RANK.fullmatch(file.part)
+        if not (
+            int(rank[1]) < manifest.world_size if rank else file.part == SHARED and manifest.shared
+        ):
+            return f"a file of part {_cut(file.part)}"
+    return ""
 
 
 def is_safe_name(name: str) -> bool:
     """Whether a file of this name is inside the checkpoint's directory and not its manifest."""
     pieces = name.split("/")
-    return name != MANIFEST and all(piece not in {"", ".", ".."} for piece in pieces)
+    return (
+        pieces[0] != MANIFEST
+        and len(pieces) <= PIECES_MAX
+        and name.isprintable()
+        and all(piece not in {"", ".", ".."} and _is_short(piece) for piece in pieces)
+    )
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether something right below the directory may be called so, and found again by it."""
+    is_ordinary = name.isprintable() and _NOT_IN_NAMES.isdisjoint(name)
+    return bool(name) and is_ordinary and not name.startswith(".") and _is_short(name)
+
+
+def _is_short(name: str) -> bool:
+    return len(name.encode()) <= NAME_BYTES_MAX
+
+
+def _cut(text: str) -> str:
+    """Foreign text, harmless for a terminal and not too long."""
+    return ascii(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 class Committed(Struct, frozen=True):
@@ -174,7 +278,11 @@ def read_manifest(storage: Storage, name: str) -> Manifest | None:
     path = f"{name}/{MANIFEST}"
     with telling(f"{storage.full(path)} could not be read"):
         raw = storage.get(path)
-    return None if raw is None else decode_manifest(raw, storage.full(path))
+    if raw is None:
+        return None
+    if not name.isprintable():
+        raise StateError(f"{storage.url} has a manifest in {_cut(name)}, which is no name of ours")
+    return decode_manifest(raw, storage.full(path))
 
 
 def list_committed(

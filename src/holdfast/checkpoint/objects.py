@@ -21,6 +21,8 @@ from holdfast.runtime.observe import wall_clock
 _PIECES_MAX = 9_000
 """S3 takes 10,000 pieces per object."""
 
+_MANY = frozenset("*?[")
+
 _FOREIGN_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
     ("botocore.exceptions", "ClientError"),
@@ -122,6 +124,9 @@ class ObjectStorage:
 
     def remove(self, path: str) -> None:
         name = self._name(path)
+        if not _MANY.isdisjoint(path):
+            # It would be taken for all names that look like this.
+            raise RejectedError(f"{self.full(path)} is not removed: no name of ours is like this")
         with self._telling(path):
             try:
                 self._fs.rm(name, recursive=True)
@@ -137,6 +142,8 @@ class ObjectStorage:
             return bytes(self._fs.cat_file(self._name(path), start=offset, end=offset + size))
 
     def _name(self, path: str) -> str:
+        if not {".", ".."}.isdisjoint(path.split("/")):
+            raise RejectedError(f"{self.full(path)} would lead out of {self.url}")
         return f"{self._root}/{path}".rstrip("/")
 
     def _size(self, path: str) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from holdfast.checkpoint.digests import chunks_of, combine
 from holdfast.checkpoint.memory import low_priority
 from holdfast.checkpoint.storage_port import HIDDEN, CrcOf, Moved, crc_of, readable_size
-from holdfast.model.errors import RejectedError, RetryableError
+from holdfast.model.errors import RejectedError, RetryableError, StateError
 
 _PAGE = 4096
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -31,6 +31,8 @@ _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NOT_POSSIBLE_HERE = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+_SMALL_MAX = 256 << 20
+"""No manifest and no tracker is larger: whatever is, is not read into memory."""
 
 
 class PosixStorage:
@@ -53,7 +55,7 @@ class PosixStorage:
         moved: Moved = lambda size: None,
         crc_of: CrcOf = crc_of,
     ) -> int:
-        place = self._root / path
+        place = self._place(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         with _draft_of(place) as draft, _opened_for_writing(draft, len(data)) as fd:
             body = len(data) // _PAGE * _PAGE
@@ -65,7 +67,7 @@ class PosixStorage:
         return combine(crcs)
 
     def put(self, path: str, content: bytes) -> None:
-        place = self._root / path
+        place = self._place(path)
         with _draft_of(place) as draft:
             fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -76,16 +78,24 @@ class PosixStorage:
         _sync_directory(place.parent)
 
     def get(self, path: str) -> bytes | None:
+        place = self._place(path)
         try:
-            return (self._root / path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if stat.S_ISDIR(place.lstat().st_mode):
+                return None
+            fd = _opened_for_reading(place)
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        with os.fdopen(fd, "rb") as file:
+            content = file.read(_SMALL_MAX + 1)
+        if len(content) > _SMALL_MAX:
+            raise StateError(f"{place} has more than {readable_size(_SMALL_MAX)}")
+        return content
 
     def open(self, path: str) -> "PosixReader":
-        return PosixReader(self._root / path)
+        return PosixReader(self._place(path))
 
     def files(self, path: str) -> dict[str, int]:
-        top = self._root / path
+        top = self._folder(path)
         return {
             str((Path(folder) / name).relative_to(top)): (Path(folder) / name).lstat().st_size
             for folder, _, names in os.walk(top, onerror=_unless_missing)
@@ -94,13 +104,13 @@ class PosixStorage:
 
     def folders(self, path: str) -> list[str]:
         try:
-            with os.scandir(self._root / path) as found:
+            with os.scandir(self._folder(path)) as found:
                 return sorted(entry.name for entry in found if _is_folder(entry))
         except FileNotFoundError:
             return []
 
     def entries(self, path: str) -> dict[str, float]:
-        top = self._root / path
+        top = self._folder(path)
         if not top.is_dir():
             return {}
         # The file system's own clock, which may be another machine's.
@@ -115,7 +125,7 @@ class PosixStorage:
         return ages
 
     def sync(self, path: str) -> None:
-        top = self._root / path
+        top = self._folder(path)
         for folder, _, _ in os.walk(top, onerror=_unless_missing):
             _sync_directory(Path(folder))
         # Up to the directory itself and its own name: it may be new too.
@@ -127,25 +137,25 @@ class PosixStorage:
             _sync_directory(parent)
 
     def rename(self, source: str, target: str) -> None:
-        place = self._root / target
+        origin, place = self._place(source), self._place(target)
         place.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(self._root / source, place)
+        os.rename(origin, place)
         _sync_directory(place.parent)
-        _sync_directory((self._root / source).parent)
+        _sync_directory(origin.parent)
 
     def exchange(self, one: str, other: str) -> bool:
-        paths = [os.fsencode(self._root / path) for path in (one, other)]
+        paths = [os.fsencode(self._place(path)) for path in (one, other)]
         if _LIBC.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
             code = ctypes.get_errno()
             if code in _NOT_POSSIBLE_HERE:
                 return False
             raise OSError(code, os.strerror(code), self.full(other))
         for path in (one, other):
-            _sync_directory((self._root / path).parent)
+            _sync_directory(self._place(path).parent)
         return True
 
     def remove(self, path: str) -> None:
-        place = self._root / path
+        place = self._place(path)
         try:
             is_folder = stat.S_ISDIR(place.lstat().st_mode)
         except FileNotFoundError:
@@ -164,17 +174,34 @@ class PosixStorage:
                 return usage.f_bavail * usage.f_frsize
         return None
 
+    def _place(self, path: str) -> Path:
+        """Where this is; RejectedError if that would be outside of the directory.
+
+        Whoever else may write here could have put a link where a folder of ours is expected.
+        """
+        *folders, name = map(_checked, path.split("/"))
+        return self._folder("/".join(folders)) / name
+
+    def _folder(self, path: str) -> Path:
+        """The same for a folder, or the directory itself if there is no path."""
+        folder = self._root
+        for piece in path.split("/") if path else ():
+            folder = folder / _checked(piece)
+            if folder.is_symlink():
+                raise RejectedError(f"{folder} is a link, and what it leads to is not used")
+        return folder
+
 
 class PosixReader:
     """A file, read past the page cache where the target's pages allow it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._plain = _opened_for_reading(path)
         self.size = os.fstat(self._plain).st_size
         self._direct = -1
         with suppress(OSError):
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            self._direct = os.open(path, _READING | os.O_DIRECT)
 
     def read_into(self, offset: int, target: memoryview) -> None:
         done = 0
@@ -198,6 +225,30 @@ class PosixReader:
         os.close(self._plain)
         if self._direct >= 0:
             os.close(self._direct)
+
+
+_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A link is not followed, and nobody waits for the other end of a pipe."""
+
+
+def _checked(piece: str) -> str:
+    if piece in {"", ".", ".."} or "/" in piece or "\0" in piece:
+        raise RejectedError(f"nothing in a checkpoint directory is called {piece!a}")
+    return piece
+
+
+def _opened_for_reading(path: Path) -> int:
+    """A descriptor of a plain file; StateError if it is anything else."""
+    try:
+        fd = os.open(path, _READING)
+    except OSError as exc:
+        if exc.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise StateError(f"{path} is a link or a socket, not a file") from exc
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StateError(f"{path} is not a plain file")
+    return fd
 
 
 @contextmanager

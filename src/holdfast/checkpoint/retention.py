@@ -11,7 +11,7 @@ from holdfast.checkpoint.commit import point_tracker
 from holdfast.checkpoint.manifest import Committed, list_all, newest_per_step
 from holdfast.checkpoint.naming import remove_committed
 from holdfast.checkpoint.storage_port import Storage, telling
-from holdfast.checkpoint.verify import quick_problems
+from holdfast.checkpoint.verify import names_one_of, quick_problems
 from holdfast.model.checkpoint import Series
 from holdfast.model.errors import RejectedError
 
@@ -34,17 +34,24 @@ def apply_retention(storage: Storage, series: Series) -> list[int]:
 def remove_steps(
     storage: Storage, series: Series, steps: Collection[int], *, newest_too: bool = False
 ) -> list[int]:
-    """Remove these steps, but not the newest, unless told so; returns those that are gone."""
+    """Remove these steps, but not the newest, unless told so; returns those that are gone.
+
+    The names of the series may come from a manifest, which anybody can have written: a file is
+    taken for the tracker, and changed, only if it names a checkpoint that is there.
+    """
     found = list_all(storage, series)
     committed = newest_per_step(found)
+    has_tracker = names_one_of(storage, series, committed)
     chosen = [one for one in committed if one.manifest.step in steps]
     if not newest_too:
         chosen = [one for one in chosen if one is not committed[0]]
         if chosen:
             _require_whole(storage, committed[0], "nothing is removed")
     removed = _remove(storage, found, chosen)
-    if removed and not point_tracker(storage, series) and series.tracker:
-        storage.remove(series.tracker)
+    if removed and has_tracker:
+        with telling(f"{storage.full(series.tracker)} could not be changed"):
+            if not point_tracker(storage, series):
+                storage.remove(series.tracker)
     return removed
 
 

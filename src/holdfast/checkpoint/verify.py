@@ -48,8 +48,13 @@ def quick_problems(storage: Storage, committed: Committed) -> list[str]:
             problems.append(wrong_size(path, file.size, size))
     for name in sorted(found):
         path = storage.full(f"{committed.name}/{name}")
-        problems.append(f"{path} is not in the manifest")
+        problems.append(f"{_shown(path)} is not in the manifest")
     return problems
+
+
+def _shown(path: str) -> str:
+    """A name that strangers chose, so that it does nothing to a terminal."""
+    return path if path.isprintable() else ascii(path)
 
 
 def verify_checkpoint(
@@ -59,7 +64,8 @@ def verify_checkpoint(
 ) -> Verdict:
     """Read every byte and compare its digest. `progress` gets the number of bytes just read."""
     problems = quick_problems(storage, committed)
-    found = storage.files(committed.name)
+    with telling(f"{storage.full(committed.name)} could not be listed"):
+        found = storage.files(committed.name)
     scratch = _Scratch()
     for entry in committed.manifest.entries:
         if found.get(entry.name) != entry.size:
@@ -84,20 +90,33 @@ def directory_problems(storage: Storage) -> list[str]:
         return problems
     series = committed[0].series(storage.url)
     for name in storage.folders(""):
-        if _is_name_of(series, name) and storage.get(f"{name}/{MANIFEST}") is None:
+        if _is_name_of(series, name) and _small_file(storage, f"{name}/{MANIFEST}") is None:
             problems.append(f"{storage.full(name)} has no manifest, so it is not a checkpoint")
-    if series.tracker:
-        text = storage.get(series.tracker)
-        if text != tracker_text(series, committed[0]):
-            problems.append(
-                f"{storage.full(series.tracker)} does not name the newest checkpoint, "
-                f"{committed[0].name}"
-            )
+    if series.tracker and not names_one_of(storage, series, committed[:1]):
+        problems.append(
+            f"{storage.full(series.tracker)} does not name the newest checkpoint, "
+            f"{committed[0].name}"
+        )
     return problems
 
 
+def names_one_of(storage: Storage, series: Series, committed: list[Committed]) -> bool:
+    """Whether the series' tracker is there and names one of these checkpoints."""
+    text = _small_file(storage, series.tracker) if series.tracker else None
+    return any(text == tracker_text(series, one) for one in committed)
+
+
+def _small_file(storage: Storage, path: str) -> bytes | None:
+    """The content; empty if it cannot be read, which a good one never is."""
+    try:
+        with telling(f"{storage.full(path)} could not be read"):
+            return storage.get(path)
+    except (StateError, RejectedError):
+        return b""
+
+
 def _is_name_of(series: Series, name: str) -> bool:
-    return any(series.name(int(digits)) == name for digits in re.findall(r"\d+", name))
+    return any(series.name(int(digits)) == name for digits in re.findall(r"[0-9]+", name))
 
 
 class _Scratch:
@@ -129,10 +148,13 @@ def copy_checkpoint(
     with telling(f"{storage.full(committed.name)} could not be copied to {target}"):
         shutil.rmtree(draft, ignore_errors=True)  # Of a copy that was interrupted.
         draft.mkdir(parents=True)
-        for entry in committed.manifest.entries:
-            _copy_file(storage, committed.name, entry, draft / entry.name, scratch, progress)
-        (draft / MANIFEST).write_bytes(encode_manifest(committed.manifest))
-        os.rename(draft, target)
+        try:
+            for entry in committed.manifest.entries:
+                _copy_file(storage, committed.name, entry, draft / entry.name, scratch, progress)
+            (draft / MANIFEST).write_bytes(encode_manifest(committed.manifest))
+            os.rename(draft, target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _copy_file(

@@ -271,7 +271,11 @@ def _rm(arguments: argparse.Namespace) -> int:
         return 1
     for one in chosen:
         series = one.series(storage.url)
-        remove_steps(storage, series, {one.manifest.step}, newest_too=arguments.force)
+        if not remove_steps(storage, series, {one.manifest.step}, newest_too=arguments.force):
+            raise RejectedError(
+                f"{storage.full(one.name)} is left: it is not called as its manifest says, so only "
+                "you can know what it is"
+            )
         print(f"step {one.manifest.step} is removed")
     return 0
 

@@ -10,6 +10,7 @@ world that begins to save gets a higher *lineage*; a *version* is a step of a li
 of two versions has the higher lineage, then the higher step.
 """
 
+import re
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -120,4 +121,17 @@ class Series(Struct, frozen=True, array_like=True):
 
     def name(self, step: int) -> str:
         """What the checkpoint of a step is called."""
-        return self.pattern.format(step=step)
+        return filled(self.pattern, step=step)
+
+
+_BLANK = re.compile(r"\{name\}|\{step(?::(?:0(\d{1,2}))?d?)?\}")
+
+
+def filled(text: str, *, step: int, name: str = "") -> str:
+    """A pattern with {name}, {step} and {step:010d} filled in, and nothing else.
+
+    Not str.format: a pattern may come from a stranger's checkpoint, and that follows attributes.
+    """
+    return _BLANK.sub(
+        lambda blank: name if blank[0] == "{name}" else str(step).zfill(int(blank[1] or 0)), text
+    )

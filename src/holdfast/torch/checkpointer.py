@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoint.manifest import wrong_names
 from holdfast.model.checkpoint import SHARED, Series, Shape, rank_part
 from holdfast.model.errors import UsageError
 from holdfast.runtime.collector import without_collector
@@ -77,6 +78,8 @@ class Checkpointer:
         docs/checkpoints.md, the patterns of names in model/checkpoint.py.
         """
         _check_copies(replicas, parity, replicate_every)
+        if wrong := wrong_names(pattern, tracker, tracker_text):
+            raise UsageError(f"Checkpoints cannot have {wrong}.")
         is_busy = overlap or storage is not None or replicas > 0 or parity > 0
         self.series = Series(
             directory=_absolute(os.fspath(directory)),
