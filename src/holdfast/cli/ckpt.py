@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.checkpoint.foreign import dlrover_step
 from holdfast.checkpoint.manifest import Committed, list_committed
 from holdfast.checkpoint.retention import remove_steps
 from holdfast.checkpoint.storage import open_storage
@@ -132,7 +133,9 @@ def _ls(arguments: argparse.Namespace) -> int:
     elif committed:
         Console(highlight=False).print(_list_table(committed, problems))
     else:
-        print(f"no checkpoints in {storage.url}")
+        foreign = dlrover_step(storage)
+        beside = "" if foreign is None else f", but DLRover's up to step {foreign}"
+        print(f"no checkpoints in {storage.url}{beside}")
     return 1 if broken or any(problems.values()) else 0
 
 

@@ -7,6 +7,7 @@ step = checkpointer.load(model=model, optimizer=optimizer)
 checkpointer.save(step, model=model, optimizer=optimizer)
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from holdfast.runtime.collector import without_collector
 from holdfast.torch import state
 from holdfast.torch.files import Files, FilesLoading, LoadedFiles, to_images
 from holdfast.torch.following import DataSource, Followers
+from holdfast.torch.foreign import read_dlrover, without_wrapper
 from holdfast.torch.images import Image
 from holdfast.torch.loading import StateLoading, hand_over
 from holdfast.torch.policies import Every, EverySteps, Keep, KeepEvery, KeepLast
@@ -32,6 +34,8 @@ __all__ = ["Checkpointer", "Saved", "MEMORY", "STORAGE", "Tier"]
 
 STEP_MAX = 2**63 - 1
 EVERY_STEP = EverySteps(1)
+log = logging.getLogger(__name__)
+
 _NAMES = Series(directory="")  # The names that a series has if nobody says otherwise.
 
 
@@ -242,9 +246,35 @@ class Checkpointer:
             if isinstance(rng, dict) and not loading.is_substitute:
                 set_rng_state(rng)
             loaded = plan.version.step
+        else:
+            loaded = self._load_foreign(session.client.place.rank, model, optimizer, extra, step)
         self._followers.restored()
         if model is not None or optimizer is not None:
             session.reserve(model, optimizer, allow_pickle)
+        return loaded
+
+    def _load_foreign(
+        self, rank: int, model: object, optimizer: object, extra: object, step: int | None
+    ) -> int | None:
+        """Load what DLRover saved here, if it did: model and optimizer by these keys, and the rest
+        as extra."""
+        found = read_dlrover(self.directory, rank, step)
+        if found is None:
+            return None
+        loaded, saved = found
+        for live, key in ((model, "model"), (optimizer, "optimizer")):
+            if live is not None and key not in saved:
+                raise UsageError(
+                    f"{self.directory} has step {loaded} of DLRover, which has no {key!r} but "
+                    f"{', '.join(map(ascii, saved))}: load it by what wrote it, or choose another "
+                    "directory to begin at 0"
+                )
+            hand_over(live, without_wrapper(saved.pop(key, None), live), key)
+        self.extra = saved
+        hand_over(extra, saved, "extra")
+        log.warning(
+            "step %d of DLRover is loaded from %s; saves go on there", loaded, self.directory
+        )
         return loaded
 
     def load_files(self, step: int | None = None, parts: Sequence[str] = ()) -> LoadedFiles | None:
