@@ -38,7 +38,7 @@ class Stream:
         self._file = -1
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(path, flags, 0o600)
         self._read_end, self.worker_end = os.pipe2(os.O_CLOEXEC)
         fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.model.errors import StateError
+from holdfast.runtime.private import make_private
 
 _LOCK = "lock"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -41,7 +42,7 @@ class Root:
             with contextlib.suppress(FileNotFoundError):
                 # Somebody who clears away may remove any of these before the lock is ours.
                 for directory in (user_dir, path.parent, path):
-                    _make_private(directory)
+                    make_private(directory)
                 root = cls._lock(path)
                 if root is not None:
                     return root
@@ -108,22 +109,19 @@ def safe_name(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:40] + "+"
 
 
-def _make_private(directory: Path) -> None:
-    """A directory that is ours alone: shared memory has a place where everybody may write."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise StateError(f"{directory} is not a directory of this user: somebody else put it there")
-    if stat.S_IMODE(found.st_mode) != 0o700:
-        directory.chmod(0o700)
-
-
 def _directories(parent: Path) -> list[Path]:
     try:
-        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(path for path in parent.iterdir() if _is_own(path))
     except FileNotFoundError:
         return []
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _last_touched(path: Path) -> float:

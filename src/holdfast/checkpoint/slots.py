@@ -10,6 +10,7 @@ before the first byte of data changes and *sealed* after the last one, and it ca
 of itself. So whoever dies at any moment leaves a slot that is whole or that is not taken for one.
 """
 
+import errno
 import mmap
 import os
 import struct
@@ -136,11 +137,15 @@ class Slot:
     def open(cls, path: str | Path, writable: bool) -> "Slot":
         """Map an existing slot file; StateError if it is gone or cannot be a slot."""
         place = Path(path)
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             fd = os.open(place, flags)
         except FileNotFoundError:
             raise StateError(f"the memory slot {place} is gone") from None
+        except OSError as exc:
+            if exc.errno != errno.ELOOP:
+                raise
+            raise StateError(f"the memory slot {place} is a link") from exc
         try:
             return cls._mapped(place, fd, writable)
         finally:

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.agent.agent import Agent, AgentEnd, AgentSettings
@@ -20,6 +21,7 @@ from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.runtime import tls
 from holdfast.runtime.observe import Say
+from holdfast.runtime.private import require_own
 from holdfast.runtime.settings import NodeSettings, worker_base
 from holdfast.runtime.signals import on_end_signals
 from holdfast.runtime.token import read_token
@@ -92,7 +94,7 @@ def _settings(
         mode=_mode(options),
         launch=launch,
         env=worker_base(),
-        log_dir=(options.log_dir or folder / "logs") / launch.run_id,
+        log_dir=_log_folder(options.log_dir or folder / "logs", launch.run_id),
         console=_console(options, console),
     )
     return AgentSettings(
@@ -112,6 +114,15 @@ def _settings(
         excluded_roots=_own_code(options),
         first_contact_s=options.join_timeout_s if node.node_id >= 0 else contact_s,
     )
+
+
+def _log_folder(logs: Path, run_id: str) -> Path:
+    """The job's own folder there. StateError if another user made it: ours would write into it."""
+    folder = logs / run_id
+    with suppress(OSError):  # Then no worker can be started, and each says why.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own(folder)
+    return folder
 
 
 def _mode(options: RunOptions) -> RunMode:

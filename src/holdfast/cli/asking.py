@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def target_of(arguments: argparse.Namespace) -> Target:
     if arguments.state is not None:
         note = _note_of(arguments.state)
     else:
-        note = notes.find(arguments.job)
+        note = notes.find(arguments.job, _warn)
     token_file = arguments.token_file or Path(note.token_file)
     return Target(note.address, token_file, arguments.tls_ca, note.http)
 
@@ -85,10 +86,14 @@ def target_of(arguments: argparse.Namespace) -> Target:
 def _note_of(state: Path) -> notes.Note:
     if not state.is_dir():
         raise UsageError(f"--state {state} is not a directory")
-    for note in notes.read_all():
+    for note in notes.read_all(_warn):
         if Path(note.state).resolve() == state.resolve():
             return note
     raise RetryableError(f"no master runs on {state} on this machine")
+
+
+def _warn(sentence: str) -> None:
+    print(f"holdfast: {sentence}", file=sys.stderr)
 
 
 # ---- asking it -----------------------------------------------------------------------------------

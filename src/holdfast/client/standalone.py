@@ -11,14 +11,14 @@ import os
 import secrets
 import select
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
 
 from holdfast.client.connection import AgentClient
-from holdfast.model.errors import RetryableError, UsageError
-from holdfast.runtime.settings import WorkerPlace, runtime_root
+from holdfast.model.errors import RetryableError, StateError, UsageError
+from holdfast.runtime.private import runtime_folder
+from holdfast.runtime.settings import WorkerPlace
 from holdfast.runtime.token import TOKEN_BYTES, read_token
 
 START_S = 60.0
@@ -49,11 +49,10 @@ def _folder(place: WorkerPlace) -> Path:
     """Where the processes of this job meet; nobody else can enter."""
     name = place.meeting_point or f"pid {os.getpid()}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    folder = runtime_root() / f"vault-{digest}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise UsageError(f"{folder} is not private to this user: remove it")
+    try:
+        folder = runtime_folder(f"vault-{digest}")
+    except (OSError, StateError) as exc:
+        raise UsageError(f"{exc}; set XDG_RUNTIME_DIR to a folder that is yours alone") from exc
     if len(str(folder)) > 90:
         raise UsageError(f"the temporary directory has too long a path for a socket: {folder}")
     return folder

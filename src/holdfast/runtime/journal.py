@@ -18,6 +18,7 @@ from pathlib import Path
 
 from holdfast.model.errors import StateError
 from holdfast.ports.journal import Entry
+from holdfast.runtime.private import require_own
 
 FORMAT = 1
 """The layout of the tables. A master reads every format up to its own."""
@@ -37,6 +38,8 @@ _Row = tuple[int, float, float, bytes, int]
 _COUNT = "SELECT count(*), coalesce(sum(length(payload)), 0) FROM entries WHERE seq > ?"
 _SELECT = "SELECT seq, at_s, wall_s, payload, crc FROM entries ORDER BY seq"
 
+_READ_BACK = ("lock", "journal.db", "journal.db-wal", "token", "end.json", "nodes")
+"""What a master finds in its state directory and believes: no other user may have put it there."""
 _WAY_OUT = "restore the folder from a copy, or start the job anew in an empty state directory"
 _NO_ACCESS = "this user may not write there; change its owner or choose another state directory"
 _REASONS = {
@@ -218,6 +221,8 @@ def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
+        for name in _READ_BACK:
+            require_own(directory / name)
         return
     # The files in it are synced by SQLite; its own name is in the folder above.
     parent = os.open(directory.parent, os.O_RDONLY)

@@ -20,6 +20,7 @@ from holdfast.model.ids import NodeId
 from holdfast.model.node import ExitReason, Phase, classify_exit
 from holdfast.model.order import Order
 from holdfast.ports.platform import Sighting
+from holdfast.runtime.private import require_own, write_private
 
 GRACE_S = 15.0
 
@@ -47,6 +48,7 @@ class LocalPlatform:
         self._pidfds: dict[NodeId, int] = {}
         self._children: dict[NodeId, subprocess.Popen[bytes]] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_own(folder)
 
     async def launch(self, order: Order) -> None:
         """Start the agent, unless this or an earlier master did so already."""
@@ -71,9 +73,7 @@ class LocalPlatform:
             self._see(order.node_id, Phase.FAILED, ExitReason.ERROR, message)
             return
         created = psutil.Process(child.pid).create_time()
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(_Birth(child.pid, created)))
-        temporary.replace(path)
+        write_private(path, msgspec.json.encode(_Birth(child.pid, created)))
         self._children[order.node_id] = child
         self._follow(order.node_id, child.pid)
 

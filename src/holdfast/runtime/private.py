@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and folders that only this user may have written.
+
+A host may have other users, and what lies in /tmp, /dev/shm or a shared folder may be theirs: a
+folder made before ours, a link to a file of ours, a note that leads to their master. What we read
+back is therefore ours, by its owner, and a plain file, not a link to one.
+"""
+
+import contextlib
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from holdfast.model.errors import StateError
+from holdfast.runtime.settings import runtime_root
+
+_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""A link is not followed, and a pipe is not waited for."""
+
+
+def make_private(directory: Path) -> None:
+    """A folder that is ours alone, made if missing; StateError if another user made it first."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StateError(f"{directory} is not a directory of this user: somebody else put it there")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        directory.chmod(0o700)
+
+
+def runtime_folder(name: str) -> Path:
+    """A folder below the user's runtime folder, both made if missing, and both ours alone."""
+    root = runtime_root()
+    root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(root)
+    make_private(root / name)
+    return root / name
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a small file in one move, readable by this user only. Links are not followed."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_private(path: Path, size_max: int) -> bytes:
+    """A small file of ours; StateError if it is another user's, a link, or too large to be ours."""
+    if path.is_symlink():
+        raise StateError(f"{path} is a link, and what it leads to is not read")
+    with os.fdopen(os.open(path, _READING), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            raise StateError(f"{path} is not a file of this user: somebody else put it there")
+        content = file.read(size_max + 1)
+    if len(content) > size_max:
+        raise StateError(f"{path} has more than {size_max} bytes, so it is none of ours")
+    return content
+
+
+def require_own(path: Path) -> None:
+    """StateError if there is something at `path` that another user, or none of us, has put there.
+
+    For folders that a user names: they may be on a server that knows this user by another number,
+    or lie in a container that begins as root.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(found.st_mode):
+        raise StateError(f"{path} is a link, and what it leads to is not used")
+    if found.st_uid in (os.getuid(), 0) or found.st_uid == _own_number(path.parent):
+        return
+    raise StateError(
+        f"{path} belongs to another user (number {found.st_uid}): if it is yours, change its owner "
+        "to the user that runs this; if not, choose another directory"
+    )
+
+
+def _own_number(directory: Path) -> int:
+    """The owner that our files get there: a server may have its own idea of who we are."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            return os.fstat(probe.fileno()).st_uid
+    except OSError:
+        return os.getuid()
