@@ -341,10 +341,36 @@ def test_a_node_pod_cannot_speak_to_the_api_server_unless_its_template_asks() ->
 
 def test_a_node_gets_the_token_and_not_the_master_s_key() -> None:
     pod = node_pod(bare(), order())
-    (volume,) = pod["spec"]["volumes"]
+    (volume, _) = pod["spec"]["volumes"]
     assert [item["key"] for item in volume["secret"]["items"]] == ["token", "ca.crt"]
-    (mount,) = main_of(pod)["volumeMounts"]
+    (mount, _) = main_of(pod)["volumeMounts"]
     assert mount == {"name": "holdfast", "mountPath": "/var/run/holdfast", "readOnly": True}
+
+
+# ---- memory for checkpoints --------------------------------------------------------------------
+
+
+def memory_mounts(**of_main: Any) -> list[str]:
+    """The names of the volumes that a node has at /dev/shm."""
+    container = {"name": "main", "image": "example/any:1", **of_main}
+    mounts = main_of(node_pod(bare(containers=[container]), order()))["volumeMounts"]
+    return [mount["name"] for mount in mounts if mount["mountPath"].rstrip("/") == "/dev/shm"]
+
+
+def test_a_node_has_more_memory_for_checkpoints_than_the_64_mib_of_container_runtimes() -> None:
+    pod = node_pod(bare(), order())
+    memory = {"name": "holdfast-memory", "emptyDir": {"medium": "Memory"}}
+    assert memory in pod["spec"]["volumes"]
+    assert memory_mounts() == ["holdfast-memory"]
+
+
+def test_what_a_template_says_about_shared_memory_holds() -> None:
+    own = {"name": "mine", "mountPath": "/dev/shm/"}
+    assert memory_mounts(volumeMounts=[own]) == ["mine"]
+    elsewhere = {"name": "HOLDFAST_MEMORY_DIR", "value": "/mnt/saves"}
+    assert memory_mounts(env=[elsewhere]) == []
+    hosts = node_pod(bare(hostIPC=True), order())
+    assert [volume["name"] for volume in hosts["spec"]["volumes"]] == ["holdfast"]
 
 
 def test_a_pod_has_time_to_save_and_knows_how_much() -> None:

@@ -39,6 +39,11 @@ SECRETS_VOLUME = "holdfast"
 SECRETS_MODE = 0o444
 """Whoever the image's user is can read it; the mount is read-only and the pod's own."""
 
+MEMORY_VOLUME = "holdfast-memory"
+MEMORY_DIR = "/dev/shm"
+MEMORY_VARIABLE = "HOLDFAST_MEMORY_DIR"
+"""Where the user wants the memory checkpoints instead."""
+
 IDENTITY = ("NODE_ID", "NODE_RANK")
 """With HOLDFAST_*: what a template cannot say, because it differs from node to node."""
 
@@ -65,6 +70,8 @@ def node_pod(job: ElasticJob, order: Order) -> dict[str, Any]:
     _avoid_hosts(spec, order.avoid_hosts)
     _mount_secrets(job, spec, main)
     main["env"] = _env(job, order, grace_s, main.get("env") or [])
+    if job.strategy is not Strategy.PARAMETER_SERVER:
+        _mount_memory(spec, main)
     main["resources"] = _resources(order, main.get("resources") or {})
     # The agent's last words become the pod's message: why a node failed is read without its log.
     main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
@@ -209,6 +216,20 @@ def _mount_secrets(job: ElasticJob, spec: dict[str, Any], main: dict[str, Any]) 
     mount = {"name": SECRETS_VOLUME, "mountPath": names.SECRETS_DIR, "readOnly": True}
     spec["volumes"] = [*(spec.get("volumes") or []), volume]
     main["volumeMounts"] = [*(main.get("volumeMounts") or []), mount]
+
+
+def _mount_memory(spec: dict[str, Any], main: dict[str, Any]) -> None:
+    """Memory for checkpoints, where the user said nothing: container runtimes give 64 MiB of it.
+
+    It has no size of its own: what is in it counts against the memory limit of the container.
+    """
+    mounts = main["volumeMounts"]
+    has_own = any(str(mount.get("mountPath", "")).rstrip("/") == MEMORY_DIR for mount in mounts)
+    has_other = any(entry.get("name") == MEMORY_VARIABLE for entry in main["env"])
+    if has_own or has_other or spec.get("hostIPC"):
+        return
+    spec["volumes"].append({"name": MEMORY_VOLUME, "emptyDir": {"medium": "Memory"}})
+    mounts.append({"name": MEMORY_VOLUME, "mountPath": MEMORY_DIR})
 
 
 def _resources(order: Order, users: Mapping[str, Any]) -> dict[str, Any]:
