@@ -110,6 +110,10 @@ async def _run_alone(options: RunOptions, folder: Path, console: Console, say: S
         if not agent.done():
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)
+            if ended.result() == EXIT_JOB_FAILED:
+                # It is the job's failure, whatever keeps the agent.
+                end = master.end()
+                return AgentEnd(1, end.reason, end)
             return AgentEnd(1, "the master could not serve, see above", None)
         return await agent
 
