@@ -5,20 +5,22 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 
 from holdfast.checkpoint.arena import Arena, Busy, Held, PartKey
 from holdfast.checkpoint.digests import Sidecar, read_sidecar, sidecar_path, write_sidecar
-from holdfast.checkpoint.room import limits_of_group, tightest
+from holdfast.checkpoint.room import is_in_memory, limits_of_group, tightest
 from holdfast.checkpoint.roots import safe_name
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.errors import RejectedError, StateError
+from tests import mounts
 
 MIB = 1024 * 1024
 SIZE = 100_000
@@ -290,10 +292,10 @@ def test_too_little_memory_is_said_with_the_sizes_and_the_limit(arena: Arena) ->
     save(arena, 1)
     with pytest.raises(
         RejectedError,
-        match=r"no memory for part shared: 1 more slots of 1024.0 GiB .* can be had \(the .* is ",
+        match=r"no room for part shared: 1 more slots of 1024.0 GiB .* can be had \(the .* is ",
     ):
         arena.reserve(KEY, 1 << 40, 2)
-    with pytest.raises(RejectedError, match="no memory for part shared"):
+    with pytest.raises(RejectedError, match="no room for part shared"):
         arena.grant(KEY, 1 << 40, 2)
     assert steps(arena) == [1], "what was there is still there"
     save(arena, 2)
@@ -301,15 +303,8 @@ def test_too_little_memory_is_said_with_the_sizes_and_the_limit(arena: Arena) ->
 
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
-    if os.getuid() != 0:
-        pytest.skip("only root may mount")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=20m,mode=1777", "holdfast-test", str(folder)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        pytest.skip("this place does not let root mount")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounts.small_memory(tmp_path / "small", "size=20m") as folder:
+        yield folder
 
 
 def test_a_small_file_system_is_a_limit(small_memory: Path) -> None:
@@ -329,6 +324,21 @@ def test_a_small_file_system_is_a_limit(small_memory: Path) -> None:
     arena.close()
 
 
+def test_with_room_for_two_slots_of_three_two_have_to_do(small_memory: Path) -> None:
+    """A state of 30 MB in the 64 MB of a container is saved at every step all the same."""
+    with closing(Arena(small_memory, "cats", "node-0")) as arena:
+        for step in range(1, 6):
+            save(arena, step, slots=3, size=8 * MIB)
+        assert steps(arena) == [5, 4]
+        older = arena.holdings()[1]
+        with (
+            arena.pin(older.path, "on its way to storage"),
+            pytest.raises(RejectedError, match="no room for part shared"),
+        ):
+            arena.grant(KEY, 8 * MIB, 3)
+        assert arena.grant(KEY, 8 * MIB, 3) == older.path
+
+
 def test_memory_that_others_took_meanwhile_is_a_clear_error(small_memory: Path) -> None:
     arena = Arena(small_memory, "cats", "node-0")
     other = small_memory / "other"
@@ -346,10 +356,34 @@ def test_memory_that_others_took_meanwhile_is_a_clear_error(small_memory: Path) 
         if not problem:  # We were faster.
             save(arena, 1, slots=1, size=17 * MIB)
             return
-        assert re.search(r"17.1 MiB of memory for shared .* No space left", problem)
+        assert re.search(r"17.1 MiB of room for shared .* No space left", problem)
         other.unlink()
         os.ftruncate(file.fileno(), 0)
         save(arena, 2, slots=1, size=17 * MIB)
+
+
+FAULT_IN = """
+import mmap, sys
+from holdfast.checkpoint.memory import address_of, fault_in
+with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+    with memoryview(mapped) as view:
+        print(fault_in(address_of(view), len(view)))
+"""
+
+
+def test_to_touch_memory_that_is_not_there_kills_nobody(small_memory: Path) -> None:
+    """The kernel answers it with SIGBUS."""
+    sparse = small_memory / "sparse"
+    with sparse.open("wb") as file:
+        file.truncate(40 * MIB)
+    words = [sys.executable, "-c", FAULT_IN, str(sparse)]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=READY_S, check=False)
+    assert (ran.returncode, ran.stdout.strip()) == (0, "False"), ran.stderr
+
+
+def test_only_what_is_in_memory_counts_against_the_memory(small_memory: Path) -> None:
+    assert is_in_memory(small_memory)
+    assert not is_in_memory(Path("/proc"))
 
 
 def test_control_groups_of_both_versions_are_limits(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_the_next_agent_takes_over_what_a_killed_one_had_in_memory() -> None:
     )
     assert not result.problem
     assert result.restores == 1
-    assert any("took over memory checkpoints" in line for line in result.lines)
+    assert any("took over what a dead agent left in memory" in line for line in result.lines)
 
 
 def test_data_go_on_exactly_where_the_restored_model_was() -> None:

@@ -64,7 +64,12 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
     ),
     c.SlotReserve(directory=DIRECTORY, part="shared", size=1 << 33),
     c.SlotAsk(
-        directory=DIRECTORY, part="shared", step=0, size=1 << 33, untouched=("/dev/shm/slot.1",)
+        directory=DIRECTORY,
+        part="shared",
+        step=0,
+        size=1 << 33,
+        untouched=("/dev/shm/slot.1",),
+        persist=True,
     ),
     c.SlotGrant(path="/dev/shm/slot.0", lineage=7),
     c.SlotsReserved(paths=("/dev/shm/slot.0", "/dev/shm/slot.1")),

@@ -23,7 +23,7 @@ from msgspec import Struct
 from holdfast.checkpoint import room
 from holdfast.checkpoint.allocating import Allocator
 from holdfast.checkpoint.digests import sidecar_path
-from holdfast.checkpoint.roots import Root
+from holdfast.checkpoint.roots import NAME, Root
 from holdfast.checkpoint.slots import Slot, SlotMeta, file_size
 from holdfast.model.checkpoint import NONE, Version
 from holdfast.model.errors import RejectedError, StateError
@@ -114,14 +114,19 @@ class Pin:
 class Arena:
     """The slots of one agent."""
 
-    def __init__(self, memory_dir: Path, job: str, agent_key: str) -> None:
+    def __init__(self, memory_dir: Path, job: str, agent_key: str, name: str = NAME) -> None:
+        """`name`: what the user's directory in `memory_dir` is called. OSError: no room for it."""
         self._memory_dir = memory_dir
-        self._root = Root.take(memory_dir, job, agent_key)
+        self._root = Root.take(memory_dir, job, agent_key, name)
         self._slots: dict[Path, _SlotState] = {}
         self._allocator = Allocator()
         self._number = _highest_number(self._root.path)
-        self._take_over(self._root.path)
-        self._remove_strays()
+        try:
+            self._take_over(self._root.path)
+            self._remove_strays()
+        except OSError:
+            self._root.release()
+            raise
 
     @property
     def root(self) -> Path:
@@ -153,8 +158,13 @@ class Arena:
         mine = self._of(key)
         free = [slot for slot in mine if slot.is_free and self._may_be_lost(slot, slots)]
         if len(mine) < slots and all(slot.meta is not None for slot in free):
-            self._check_room(key, size, 1)
-            return self._hand_out(self._allocate(key, size))
+            try:
+                self._check_room(key, size, 1)
+                return self._hand_out(self._allocate(key, size))
+            except RejectedError:
+                if not free:
+                    raise
+                # Fewer slots than were asked for: then the oldest has to do.
         if not free:
             whys = {pin.why for slot in mine for pin in slot.pins}
             whys |= {"being written" for slot in mine if slot.is_granted}
@@ -219,7 +229,11 @@ class Arena:
         """Take over what dead agents of the same job left on this machine."""
         before = set(self._slots)
         for orphan in self._root.orphans():
-            self._take_over(orphan.path)
+            try:
+                self._take_over(orphan.path)
+            except OSError:
+                orphan.release()  # What is left in it is for whoever has room.
+                raise
             orphan.remove()
         return [held for held in self.holdings() if held.path not in before]
 
@@ -276,15 +290,15 @@ class Arena:
 
     def _no_memory(self, key: PartKey, size: int, why: OSError) -> RejectedError:
         return RejectedError(
-            f"{room.in_words(size)} of memory for {key.part} could not be set aside "
+            f"{room.in_words(size)} of room for {key.part} could not be set aside "
             f"in {self._memory_dir}: {why.strerror}"
         )
 
     def _allocate(self, key: PartKey, size: int) -> _SlotState:
         if not _PART_NAME.fullmatch(key.part):
             raise RejectedError(f"a part cannot be called {key.part!r}")
-        path = self._new_path(key)
         try:
+            path = self._new_path(key)
             allocated = self._allocator.create(path, file_size(size))
         except OSError as exc:
             raise self._no_memory(key, size, exc) from exc
@@ -320,7 +334,7 @@ class Arena:
         left = limit.available + freed - pending
         if count * file_size(size) > left:
             raise RejectedError(
-                f"no memory for part {key.part}: {count} more slots of "
+                f"no room for part {key.part}: {count} more slots of "
                 f"{room.in_words(file_size(size))} are needed, {room.in_words(max(0, left))} can "
                 f"be had ({limit.limit} is {room.in_words(limit.total)})"
             )

@@ -2,6 +2,7 @@
 """What Python has no call for: addresses of memory, faulting it in, priorities of threads."""
 
 import ctypes
+import errno
 import os
 import platform
 import threading
@@ -51,15 +52,18 @@ def address_of(view: memoryview) -> int:
 
 
 def fault_in(address: int, length: int, is_stopped: Callable[[], bool] = lambda: False) -> bool:
-    """Make writable memory present, so that the first write is as fast as any. False if stopped.
+    """Make writable memory present, so that the first write is as fast as any.
 
-    What is in the memory stays as it is; others may write to it meanwhile.
+    False if it was stopped, or if there is no memory for it. What is in the memory stays as it is;
+    others may write to it meanwhile.
     """
     for offset in range(0, length, _PIECE):
         if is_stopped():
             return False
         size = min(_PIECE, length - offset)
         if _LIBC.madvise(address + offset, size, _MADV_POPULATE_WRITE) != 0:
+            if ctypes.get_errno() != errno.EINVAL:
+                return False  # The file system is full: to touch it would kill this process.
             touch(address + offset, size)
     return True
 

@@ -2,17 +2,20 @@
 """How much memory may still be set aside, and what limits it.
 
 Three things can run out: the file system in memory, the machine, and the control group that this
-process is in. Running out of the last two gets somebody killed, so some of them is left free.
+process is in. Running out of the last two gets somebody killed, so some of them is left free. On a
+disk only the file system counts: the kernel writes out what it has no memory for.
 """
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _MARGIN_SHARE = 0.05
 _MARGIN_MIN = 256 * 1024 * 1024
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _UNLIMITED = 1 << 60  # Version 1 of control groups writes "no limit" as a huge number.
 
 
@@ -28,17 +31,31 @@ class Room:
 
 
 def tightest(memory_dir: Path) -> Room:
-    """The limit that leaves the least."""
+    """The limit that leaves the least, in a directory in memory or on a disk."""
+    if not is_in_memory(memory_dir):
+        return _file_system(memory_dir, _MARGIN_MIN)
     rooms = [_file_system(memory_dir), _machine(), *_control_groups()]
     return min(rooms, key=lambda room: room.available)
 
 
-def _file_system(memory_dir: Path) -> Room:
+def is_in_memory(folder: Path) -> bool:
+    """Whether what is written there takes memory until it is removed."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == number:
+            return kind.split()[0] in _IN_MEMORY
+    return False  # Some file systems on disk hide their number; those in memory do not.
+
+
+def _file_system(memory_dir: Path, margin_max: int = sys.maxsize) -> Room:
     status = os.statvfs(memory_dir)
     total = status.f_blocks * status.f_frsize
     free = status.f_bavail * status.f_frsize
     # A full file system harms nobody but those who use it too, so a share of it is margin enough.
-    return Room(f"the size of {memory_dir}", total, max(0, free - int(total * _MARGIN_SHARE)))
+    margin = min(int(total * _MARGIN_SHARE), margin_max)
+    return Room(f"the size of {memory_dir}", total, max(0, free - margin))
 
 
 def _machine() -> Room:

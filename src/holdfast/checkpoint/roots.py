@@ -3,6 +3,8 @@
 
     <memory dir>/holdfast-<uid>/<job>/<agent>/lock, and the agent's slots beside it
 
+Slots on disk are kept likewise, below another name than `holdfast`.
+
 The kernel drops the lock when the agent dies, whatever it died of. A directory whose lock is free
 is an orphan: an agent of the same job adopts what is in it, one of another job only removes it,
 and only after nothing has touched it for a while.
@@ -21,6 +23,9 @@ from pathlib import Path
 from holdfast.model.errors import StateError
 from holdfast.runtime.private import make_private
 
+NAME = "holdfast"
+"""What a user's directory is called, before the user's number."""
+
 _LOCK = "lock"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TRIES_MAX = 100
@@ -34,14 +39,23 @@ class Root:
         self._lock_fd = lock_fd
 
     @classmethod
-    def take(cls, memory_dir: Path, job: str, agent_key: str) -> "Root":
+    def take(cls, memory_dir: Path, job: str, agent_key: str, name: str = NAME) -> "Root":
         """Make the agent's directory, or take over that of a dead agent of the same key."""
-        user_dir = memory_dir / f"holdfast-{os.getuid()}"
-        path = user_dir / safe_name(job) / safe_name(agent_key)
+        path = user_dir(memory_dir, name) / safe_name(job) / safe_name(agent_key)
+        try:
+            return cls._take(path)
+        except OSError:
+            # No room for all of them: what was made is of no use.
+            for directory in (path, path.parent, path.parent.parent):
+                _remove_if_empty(directory)
+            raise
+
+    @classmethod
+    def _take(cls, path: Path) -> "Root":
         for _ in range(_TRIES_MAX):
             with contextlib.suppress(FileNotFoundError):
                 # Somebody who clears away may remove any of these before the lock is ours.
-                for directory in (user_dir, path.parent, path):
+                for directory in (path.parent.parent, path.parent, path):
                     make_private(directory)
                 root = cls._lock(path)
                 if root is not None:
@@ -100,6 +114,11 @@ class Root:
         self.release()
         _remove_if_empty(self.path.parent)
         _remove_if_empty(self.path.parent.parent)
+
+
+def user_dir(memory_dir: Path, name: str = NAME) -> Path:
+    """Where all jobs of this user have their slots."""
+    return memory_dir / f"{name}-{os.getuid()}"
 
 
 def safe_name(text: str) -> str:

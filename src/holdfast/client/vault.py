@@ -55,12 +55,21 @@ class VaultClient:
         request = c.SlotReserve(self._directory, part, size)
         return self._agent.ask(request, c.SlotsReserved, ANSWER_S).paths
 
-    def slot(self, part: str, step: int, size: int, untouched: tuple[str, ...] = ()) -> c.SlotGrant:
+    def slot(
+        self,
+        part: str,
+        step: int,
+        size: int,
+        untouched: tuple[str, ...] = (),
+        *,
+        persist: bool = False,
+    ) -> c.SlotGrant:
         """Where to write this part of this step; one of the `untouched` if there is no other.
 
-        RejectedError: there is not enough memory.
+        `persist`: it goes to storage, so that a slot on disk will do. RejectedError: there is no
+        room.
         """
-        request = c.SlotAsk(self._directory, part, step, size, untouched)
+        request = c.SlotAsk(self._directory, part, step, size, untouched, persist)
         return self._agent.ask(request, c.SlotGrant, SLOT_S)
 
     def sealed(

@@ -52,6 +52,8 @@ class SlotAsk(Message, frozen=True):
     size: int
     untouched: tuple[str, ...] = ()
     """Slots whose memory was never used and is slow for that; rather not one of these."""
+    persist: bool = False
+    """True when this step shall go to storage: then a slot on disk is better than none."""
 
 
 class SlotGrant(Message, frozen=True):

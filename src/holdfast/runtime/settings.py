@@ -124,3 +124,8 @@ def _meeting_point(env: Mapping[str, str], world_size: int) -> str:
 def memory_dir() -> Path:
     """Where the memory checkpoints are: a file system in memory, normally /dev/shm."""
     return Path(os.environ.get("HOLDFAST_MEMORY_DIR") or "/dev/shm")
+
+
+def disk_dir() -> Path:
+    """Where a checkpoint for storage waits that finds no room in memory: the temporary folder."""
+    return Path(os.environ.get("TMPDIR") or "/tmp")

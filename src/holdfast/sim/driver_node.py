@@ -61,7 +61,10 @@ class Node:
         ports = AgentPorts(
             make_processes=self._make_processes,
             make_vault=partial(
-                Vault, make_arena=self._make_arena, open_storage=self._drivers.open_storage
+                Vault,
+                make_arena=self._make_arena,
+                make_disk=None,
+                open_storage=self._drivers.open_storage,
             ),
             reserve_port=UnheldPort,
             monotonic=self._drivers.loop.time,

@@ -88,10 +88,11 @@ class PartWriter:
         self._slots.forget_removed()
         self._slots.pause()
         untouched = self._slots.untouched()
-        granted = [
-            (part, images, self._client.slot(part, step, _rounded(_length(images)), untouched))
-            for part, images in parts.items()
-        ]
+        granted = []
+        for part, images in parts.items():
+            size = _rounded(_length(images))
+            grant = self._client.slot(part, step, size, untouched, persist=persist)
+            granted.append((part, images, grant))
         begun = []
         for part, images, grant in granted:
             files, _ = lay_out((image.name, image.length) for image in images)

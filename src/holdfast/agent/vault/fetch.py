@@ -21,6 +21,10 @@ from holdfast.protocol import checkpoints as c
 FETCH_S = 600.0
 
 
+class NoRoomError(RejectedError):
+    """Neither memory nor disk has room for a part: that says nothing against its copies."""
+
+
 class Fetcher:
     """Fills slots of this node with parts that are elsewhere."""
 
@@ -45,7 +49,11 @@ class Fetcher:
 
     async def _room(self, part: str, size: int) -> Path:
         series = self._depot.series
-        return await self._memory.grant(PartKey(series.directory, part), size, series.slots)
+        key = PartKey(series.directory, part)
+        try:
+            return await self._memory.grant(key, size, series.slots, on_disk=True)
+        except RejectedError as exc:
+            raise NoRoomError(str(exc)) from exc
 
     @contextmanager
     def _given_back_unless_filled(self, paths: list[Path]) -> Iterator[None]:

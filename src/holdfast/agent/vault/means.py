@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the vault work with: the arena, threads, the way to the master, errands.
+"""What the parts of the vault work with: the arenas, threads, the way to the master, errands.
 
-The event loop decides and owns the arena; threads move bytes and decide nothing. An errand that
+The event loop decides and owns the arenas; threads move bytes and decide nothing. An errand that
 fails is said aloud: a saver that died in silence is worse than none.
 """
 
@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from holdfast.agent.relay import Upstream
+from holdfast.agent.vault.arenas import Arenas
 from holdfast.agent.vault.fence import Fence
 from holdfast.agent.vault.tally import TallyBook
-from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.maps import SlotMaps
 from holdfast.checkpoint.memory import low_priority
 from holdfast.checkpoint.peers import PeerClient
@@ -41,7 +41,7 @@ class Means:
 
     def __init__(
         self,
-        make_arena: Callable[[], Arena],
+        arenas: Arenas,
         open_storage: Callable[[str], Storage],
         upstream: Upstream,
         say: Say,
@@ -50,6 +50,8 @@ class Means:
         job: str,
     ) -> None:
         self.say = say
+        self.arenas = arenas
+        """Where the slots are: only the event loop uses it."""
         self.open_storage = open_storage
         """The storage of a directory; may take a while."""
         self.peer = peer
@@ -64,25 +66,11 @@ class Means:
         self.maps = SlotMaps()
         """For whoever reads slots, in any thread."""
         self.tally = TallyBook()
-        self._make_arena = make_arena
-        self._arena: Arena | None = None
         self._upstream = upstream
         self._urgent = ThreadPoolExecutor(URGENT_THREADS, "vault")
         self._quiet = ThreadPoolExecutor(QUIET_THREADS, "vault-quiet", initializer=low_priority)
         self._errands: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-
-    @property
-    def arena(self) -> Arena:
-        """The memory; made at the first use, as most of what runs under an agent needs none."""
-        if self._arena is None:
-            self._arena = self._make_arena()
-            self._arena.sweep()
-            adopted = self._arena.adopt()
-            if adopted:
-                newest = max(held.meta.version.step for held in adopted)
-                self.say(f"took over memory checkpoints of a dead agent, up to step {newest}")
-        return self._arena
 
     async def ask(self, body: CheckpointCall | DataMarked, expected: type[Expected]) -> Expected:
         """Ask the master, however long it takes; RejectedError if it refuses."""
@@ -152,5 +140,4 @@ class Means:
         for pool in (self._urgent, self._quiet):
             pool.shutdown(wait=False, cancel_futures=True)
         self.maps.close()
-        if self._arena is not None:
-            self._arena.close()
+        self.arenas.close()

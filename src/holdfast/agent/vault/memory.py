@@ -7,6 +7,7 @@ wait for them. Whether a worker overwrote a slot meanwhile shows in its header.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Memory:
 
     def held(self, directory: str) -> list[Held]:
         """Every sealed slot of a series, own parts and those kept for others."""
-        return self._means.arena.holdings(directory)
+        return self._means.arenas.holdings(directory)
 
     def find(self, directory: str, version: Version, part: str) -> Path | None:
         """The slot with this part of this version; None if it is not here."""
@@ -85,7 +86,7 @@ class Memory:
 
     def pin(self, path: Path, why: str) -> Pin:
         """Hold a slot still until `unpin`."""
-        return self._means.arena.pin(path, why)
+        return self._means.arenas.of(path).pin(path, why)
 
     def unpin(self, pin: Pin) -> None:
         pin.release()
@@ -98,7 +99,7 @@ class Memory:
 
     def reserve(self, key: PartKey, size: int, slots: int) -> tuple[Path, ...]:
         """Set memory aside; RejectedError says why there is not enough."""
-        return self._means.arena.reserve(key, size, slots)
+        return self._means.arenas.reserve(key, size, slots)
 
     async def grant(
         self,
@@ -109,16 +110,18 @@ class Memory:
         avoid: frozenset[str] = frozenset(),
         give_up: Callable[[], bool] = lambda: False,
         give_up_s: float = ROOM_S,
+        on_disk: bool = False,
     ) -> Path:
         """A slot for writing; waits while all are read. RejectedError: there is not enough memory.
 
         One of those to `avoid` is given if there is no other. After `give_up_s` and after `wait_s`,
-        `give_up` is asked to let go of what can be done without.
+        `give_up` is asked to let go of what can be done without. `on_disk`: a slot there will do if
+        memory has no room.
         """
         begin = self._loop.time()
         until, ask_at = begin + wait_s, begin + min(give_up_s, wait_s)
         while True:
-            granted = self._means.arena.grant(key, size, slots, avoid)
+            granted = self._means.arenas.grant(key, size, slots, avoid, on_disk=on_disk)
             if not isinstance(granted, Busy):
                 self._sidecars.pop(granted, None)
                 self._verified.pop(granted, None)
@@ -141,6 +144,18 @@ class Memory:
                         f"{granted.why}"
                     ) from None
 
+    # ---- on disk --------------------------------------------------------------------------------
+
+    def is_on_disk(self, path: Path) -> bool:
+        """Whether a slot is on disk, because there was no room in memory."""
+        return self._means.arenas.is_on_disk(path)
+
+    def stored(self, directory: str, version: Version) -> None:
+        """A version is on storage: its slots on disk, and those of older ones, are not needed."""
+        for held in self.held(directory):
+            if held.meta.version <= version and self.is_on_disk(held.path):
+                self.drop_if_free(held.path)
+
     # ---- digests --------------------------------------------------------------------------------
 
     def sealed(
@@ -150,10 +165,11 @@ class Memory:
 
         `is_verified`: the digest is of bytes that were read from the slot.
         """
-        self._means.arena.sealed(path)
+        self._means.arenas.of(path).sealed(path)
         if digest >= 0:
             self._sidecars[path] = Sidecar(version, digest)
-            write_sidecar(path, self._sidecars[path])
+            with contextlib.suppress(OSError):  # No room for it: it is known all the same.
+                write_sidecar(path, self._sidecars[path])
             if is_verified:
                 self._verified[path] = version
             return
@@ -193,13 +209,14 @@ class Memory:
 
     def give_back(self, path: Path) -> None:
         """Whoever was writing to this slot does not any more."""
-        self._means.arena.give_back(path)
+        with contextlib.suppress(StateError):  # It is gone altogether.
+            self._means.arenas.of(path).give_back(path)
         self.room_may_be_free()
 
     def drop_if_free(self, path: Path) -> None:
         """Remove a slot that is worth nothing any more, unless somebody reads or writes it."""
         try:
-            self._means.arena.drop(path)
+            self._means.arenas.of(path).drop(path)
         except StateError:
             return
         self._sidecars.pop(path, None)
@@ -230,7 +247,8 @@ def digest_of_slot(path: Path, slot: Slot, meta: SlotMeta) -> Sidecar:
     if sidecar is None or sidecar.version != meta.version:
         sidecar = Sidecar(meta.version, _data_digest(slot, meta))
         if slot.version == meta.version:
-            write_sidecar(path, sidecar)
+            with contextlib.suppress(OSError):  # No room: it is computed again when it is needed.
+                write_sidecar(path, sidecar)
     return sidecar
 
 

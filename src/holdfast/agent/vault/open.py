@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.agent.vault.fetch import Fetcher
+from holdfast.agent.vault.fetch import Fetcher, NoRoomError
 from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import Memory
 from holdfast.checkpoint.arena import Pin
@@ -45,6 +45,7 @@ class Opener:
         self._all_read = asyncio.Event()
         self.bad: list[c.BadCopy] = []
         """Every copy that turned out bad since the agreement began."""
+        self._no_room = ""
 
     async def open(
         self, series: Series, ask: c.PartsOpen, sources: Iterable[c.Source]
@@ -112,7 +113,9 @@ class Opener:
                 self._memory.unpin(pin)
             if here is not None:
                 self._memory.drop_if_free(here)
-            if here is not None:
+            if isinstance(exc, NoRoomError):
+                self._no_room = f"step {version.step} cannot be restored here: {exc}"
+            elif here is not None:
                 self.bad.append(c.BadCopy(version, part, self._means.node_id, str(exc)))
             else:
                 # Of parity this is one of the blocks: without it nobody tries to rebuild again.
@@ -148,6 +151,12 @@ class Opener:
         for key, ready in list(self._ready.items()):
             self._let_go(key, ready, keep=True)
         self.bad.clear()
+        self._no_room = ""
+
+    def take_no_room(self) -> str:
+        """Why the last turn could be restored from no copy at all; told once, then forgotten."""
+        why, self._no_room = self._no_room, ""
+        return why
 
     def _let_go(self, key: tuple[Version, str], ready: _Ready, *, keep: bool) -> None:
         del self._ready[key]
@@ -156,8 +165,8 @@ class Opener:
             return
         path = ready.pin.path
         self._memory.unpin(ready.pin)
-        if not keep and ready.kind != "memory":
-            # Fetched only to be read once, by ranks that now own other parts.
+        if ready.kind != "memory" and (not keep or self._memory.is_on_disk(path)):
+            # Fetched only to be read once: by ranks that now own other parts, or from the disk.
             self._memory.drop_if_free(path)
 
 

@@ -230,6 +230,7 @@ class Persister:
     def _release(self, pins: Iterable[Pin]) -> None:
         for pin in pins:
             self._memory.unpin(pin)
+        self._memory.stored(self._directory, self.committed)
 
     def _tell(self) -> None:
         self._changed.set()

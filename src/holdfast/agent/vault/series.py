@@ -93,6 +93,7 @@ class SeriesKeeper:
             avoid=frozenset(ask.untouched),
             give_up=self.copies.give_up_oldest,
             give_up_s=0.0 if self.copies.is_stalled else ROOM_S,
+            on_disk=ask.persist,
         )
         self._granted[ask.part] = path
         return c.SlotGrant(str(path), self._lineage)
@@ -116,7 +117,11 @@ class SeriesKeeper:
         step = self._steps.sealed(version, report.shape, report.part, report.persist, marks)
         if step is None:
             return
-        self._means.tally.saved(step, is_first_node=self._means.group_rank == 0)
+        self._means.tally.saved(
+            step,
+            is_first_node=self._means.group_rank == 0,
+            is_in_memory=not self._is_on_disk(version),
+        )
         overtaken = self._steps.overtaken(version)
         self.persister.overtaken(overtaken)
         self.copies.overtaken(overtaken)
@@ -128,6 +133,11 @@ class SeriesKeeper:
         if self.copies.is_due(version):
             self.copies.saved(step)
         self._forget_strangers(step.shape)
+
+    def _is_on_disk(self, version: Version) -> bool:
+        """Whether a part of it found no room in memory."""
+        held = self._memory.held(self.series.directory)
+        return any(h.meta.version == version and self._memory.is_on_disk(h.path) for h in held)
 
     def _forget_strangers(self, shape: Shape) -> None:
         """Parts of ranks that have moved to other nodes go once nobody can want them any more."""
@@ -169,6 +179,11 @@ class SeriesKeeper:
 
     async def _take_turn(self, turn: Turn) -> None:
         meeting = self._meeting
+        if no_room := self._opener.take_no_room():
+            # To go back to an older state for want of room, or to begin from nothing, is no answer.
+            for asked in meeting.answered():
+                _fail(asked, RejectedError(no_room))
+            return
         try:
             plan = await self._means.ask(await self._node_restore(turn), c.RestorePlan)
         except (HoldfastError, OSError) as exc:

@@ -27,10 +27,14 @@ class TallyBook:
         """A worker has sealed a part; the training waited so long for it."""
         self._waits[version] = max(waited_s, self._waits.get(version, 0.0))
 
-    def saved(self, step: SavedStep, *, is_first_node: bool) -> None:
-        """All workers of this node have. The first node of a world counts its saves."""
-        self._step, self._saved_at = step.version.step, self._now()
-        if is_first_node:
+    def saved(self, step: SavedStep, *, is_first_node: bool, is_in_memory: bool = True) -> None:
+        """All workers of this node have. The first node of a world counts its saves.
+
+        What went through the disk is not in memory: that it reaches storage is counted there.
+        """
+        if is_in_memory:
+            self._step, self._saved_at = step.version.step, self._now()
+        if is_in_memory and is_first_node:
             self._saves += 1
             self._waited_s += self._waits.get(step.version, 0.0)
         self._waits = {v: waited_s for v, waited_s in self._waits.items() if v > step.version}

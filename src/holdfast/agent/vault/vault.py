@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.agent.relay import Upstream
+from holdfast.agent.vault.arenas import Arenas
 from holdfast.agent.vault.fence import Fence
 from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import Memory
@@ -21,6 +22,7 @@ from holdfast.agent.vault.shelf import Shelf
 from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.peer_server import PeerServer
 from holdfast.checkpoint.peers import PeerClient
+from holdfast.checkpoint.roots import user_dir
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage_port import Storage
 from holdfast.model.checkpoint import Series
@@ -34,7 +36,7 @@ from holdfast.model.errors import (
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 from holdfast.runtime.observe import Say
-from holdfast.runtime.settings import memory_dir
+from holdfast.runtime.settings import disk_dir, memory_dir
 from holdfast.runtime.tls import new_identity
 from holdfast.runtime.transport import Link
 
@@ -46,14 +48,23 @@ SETTLE_S = 600.0
 """How long a node that is done waits for what is on its way to storage."""
 
 
+ON_DISK = "holdfast-slots"
+"""What the user's directory for slots in the temporary folder is called."""
+
+
 def _arena_of(token: bytes) -> Arena:
     """The memory of one agent of the job that has this token."""
-    return Arena(memory_dir(), f"job-{_job_of(token)}", secrets.token_hex(8))
+    return Arena(memory_dir(), _job_of(token), secrets.token_hex(8))
+
+
+def _disk_of(token: bytes) -> Arena:
+    """The same on disk, for what finds no room in memory."""
+    return Arena(disk_dir(), _job_of(token), secrets.token_hex(8), ON_DISK)
 
 
 def _job_of(token: bytes) -> str:
     """Jobs have no names that are theirs alone, but tokens that are."""
-    return hashlib.sha256(token).hexdigest()[:16]
+    return f"job-{hashlib.sha256(token).hexdigest()[:16]}"
 
 
 class Vault:
@@ -69,16 +80,22 @@ class Vault:
         has_tls: bool = False,
         host: str = "",
         make_arena: Callable[[bytes], Arena] = _arena_of,
+        make_disk: Callable[[bytes], Arena] | None = _disk_of,
         open_storage: Callable[[str], Storage] = open_storage,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`has_tls`: no agent talks to another without it.
 
-        Others reach this one at `host`; empty: there are no others. `monotonic` is the clock of
-        the event loop, for threads.
+        Others reach this one at `host`; empty: there are no others. `make_disk` is None where
+        nothing may go through the disk. `monotonic` is the clock of the event loop, for threads.
         """
         self._means = Means(
-            lambda: make_arena(token),
+            Arenas(
+                lambda: make_arena(token),
+                None if make_disk is None else lambda: make_disk(token),
+                lambda: user_dir(disk_dir(), ON_DISK).exists(),
+                say,
+            ),
             open_storage,
             upstream,
             say,
