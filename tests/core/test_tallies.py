@@ -68,6 +68,40 @@ def test_what_a_lost_node_has_done_still_counts() -> None:
     assert view["memory_step"] == -1
 
 
+def failed(count: int, step: int, why: str = "no room") -> Tally:
+    return Tally(0, 0.0, -1, 1.0, 0, 0.0, {}, count, step, why)
+
+
+def test_saves_that_fail_are_told_seldom_and_counted_always() -> None:
+    """A job whose every save fails makes thousands of them in an hour."""
+    tallies = Tallies()
+    tallies.handle(world(0, 1), 0.0)
+    facts = [
+        fact
+        for count in range(1, 1001)
+        for fact in tallies.handle(told(1, failed(count, count)), float(count)).facts
+    ]
+    assert [fact.failed for fact in facts if isinstance(fact, ev.SavesFailed)] == [
+        2**power for power in range(10)
+    ]
+    assert facts[0] == ev.SavesFailed(NodeId(1), 1, 1, 1, "no room")
+    tallies.handle(told(0, failed(5, 2000, "no memory")), 1001.0)
+    view = tallies.view(1002.0)
+    assert (view["failed_saves"], view["failed_step"]) == (1005, 2000)
+    assert view["failed_why"] == "no memory"
+    tallies.handle(lost(1), 1003.0)
+    assert tallies.view(1004.0)["failed_saves"] == 1005
+
+
+def test_a_node_that_comes_again_is_told_of_again() -> None:
+    tallies = Tallies()
+    assert tallies.handle(told(0, failed(8, 8)), 1.0).facts
+    tallies.handle(lost(0), 2.0)
+    (fact,) = tallies.handle(told(0, failed(1, 9)), 3.0).facts
+    assert fact == ev.SavesFailed(NodeId(0), -1, 1, 9, "no room")
+    assert not tallies.handle(told(0, tally(5, 5)), 4.0).facts
+
+
 def test_commits_and_failures_are_counted_and_the_last_commit_has_an_age() -> None:
     tallies = Tallies()
     assert tallies.view(5.0)["storage_age_s"] == -1

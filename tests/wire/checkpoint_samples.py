@@ -42,6 +42,9 @@ TALLY = c.Tally(
     written_bytes=1 << 40,
     written_s=99.5,
     restored={"memory": 2, "peer": 1},
+    failed=3,
+    failed_step=16777218,
+    failed_why="no room for part shared",
 )
 CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
     c.SeriesOpen(
@@ -85,6 +88,7 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         marks=(Mark("train", term=2, consumed=(Consumed(lease=9, upto=1 << 40),)),),
         digest=0xDEADBEEF,
     ),
+    c.SaveFailed(directory=DIRECTORY, step=16777217, why="no room for part shared"),
     c.RestoreAsk(
         directory=DIRECTORY,
         round=3,

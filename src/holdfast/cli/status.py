@@ -14,7 +14,14 @@ from rich.text import Text
 
 from holdfast.cli import asking
 from holdfast.cli.words import count, duration, plain
-from holdfast.master.view import CheckpointsView, IncidentView, JobView, NodeView, WorldView
+from holdfast.master.view import (
+    CheckpointsView,
+    IncidentView,
+    JobView,
+    NodeView,
+    SavingView,
+    WorldView,
+)
 from holdfast.protocol import messages as m
 
 NODES_SHOWN = 40
@@ -129,6 +136,8 @@ def _summary(job: JobView) -> Table:
         grid.add_row("" if number else "checkpoints", Text(_checkpoints(checkpoints)))
         if checkpoints.problem:
             grid.add_row("", Text(plain(checkpoints.problem), style="yellow"))
+    if job.saving.failed_saves:
+        grid.add_row("not saved", Text(_not_saved(job.saving), style="yellow"))
     return grid
 
 
@@ -153,6 +162,12 @@ def _checkpoints(view: CheckpointsView) -> str:
     if view.safe >= 0:
         parts.append(f"step {view.safe:,} safe on other nodes")
     return f"{plain(view.directory)}: {', '.join(parts)}"
+
+
+def _not_saved(saving: SavingView) -> str:
+    """How often a node could not save, and why at last."""
+    times = count(saving.failed_saves, "time")
+    return f"{times}, at last step {saving.failed_step:,}: {plain(saving.failed_why)}"
 
 
 def _spent(seconds: dict[str, float]) -> str:

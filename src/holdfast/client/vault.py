@@ -24,6 +24,9 @@ ANSWER_S = 60.0
 SLOT_S = 90.0
 """For a slot: longer than the vault waits for one to become free."""
 
+TELL_S = 5.0
+"""For what may as well stay unsaid: an agent that does not answer has cost time enough."""
+
 AGREE_S = 600.0
 """For what needs every rank of the world, or bytes from another node or storage."""
 
@@ -103,6 +106,10 @@ class VaultClient:
             digest=digest,
         )
         self._agent.ask(request, m.Done, ANSWER_S)
+
+    def save_failed(self, step: int, why: str) -> None:
+        """Say that this step could not be saved, so that people hear of it."""
+        self._agent.ask(c.SaveFailed(self._directory, step, why), m.Done, TELL_S)
 
     def restore(
         self,

@@ -104,6 +104,7 @@ def _of_the_checkpoints(
         "write_seconds": ("Seconds spent on that, by all nodes.", saving.written_s),
         "commits": ("Steps committed on storage.", saving.commits),
         "failed_attempts": ("Steps that did not reach storage.", saving.failures),
+        "failed_saves": ("Steps that could not be saved, by all nodes.", saving.failed_saves),
     }
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"holdfast_checkpoint_{name}", text, value=value)

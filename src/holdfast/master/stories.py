@@ -95,6 +95,10 @@ def _tell_of_checkpoints(event: Event) -> str:
             return f"step {step} did not reach {where}, older ones are untouched: {event.why}"
         case ev.CopyFailed():
             return f"copies of {event.directory} on other nodes: {event.why}"
+        case ev.SavesFailed():
+            which = f"node rank {event.node_rank}" if event.node_rank >= 0 else "a node"
+            count = _count(event.failed, "save")
+            return f"{which} could not make {count}, the last of step {event.step}: {event.why}"
         case ev.CopiesResumed():
             return f"step {event.version.step} of {event.directory} is safe on other nodes again"
     return _tell_of_data(event)

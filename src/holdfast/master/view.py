@@ -99,6 +99,11 @@ class SavingView(Struct, frozen=True):
     """Steps that did not reach storage."""
     storage_age_s: float = -1.0
     """Since the last commit that this master saw."""
+    failed_saves: int = 0
+    """Steps that workers could not save, by all nodes."""
+    failed_step: int = -1
+    """The last of them."""
+    failed_why: str = ""
 
 
 class LeaseView(Struct, frozen=True):

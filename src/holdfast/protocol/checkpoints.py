@@ -83,6 +83,14 @@ class SlotSealed(Message, frozen=True):
     """Of the slot's data, as they were copied into it; -1: the agent computes it."""
 
 
+class SaveFailed(Message, frozen=True):
+    """A worker could not save a step: people are told by the master."""
+
+    directory: str
+    step: int
+    why: str
+
+
 class RestoreAsk(Message, frozen=True):
     """All ranks of a round agree on what to restore: asked by each, until the answer says go.
 
@@ -173,6 +181,11 @@ class Tally(Struct, frozen=True, array_like=True):
     written_s: float
     restored: dict[str, int]
     """Parts made readable for workers: from "memory", "peer", "parity" or "storage"."""
+    failed: int = 0
+    """Steps that a worker of this node was to save and could not."""
+    failed_step: int = -1
+    """The last of them."""
+    failed_why: str = ""
 
 
 class BadCopy(Struct, frozen=True, array_like=True):
@@ -478,6 +491,7 @@ VaultCall = (
     | SlotReserve
     | SlotAsk
     | SlotSealed
+    | SaveFailed
     | RestoreAsk
     | PartsOpen
     | PartsClose

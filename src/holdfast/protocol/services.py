@@ -58,6 +58,7 @@ METHODS: dict[type[m.Message], Method] = {
         Method(c.SlotReserve, c.SlotsReserved, mutates=False),
         Method(c.SlotAsk, c.SlotGrant, mutates=False),
         Method(c.SlotSealed, m.Done, mutates=False),
+        Method(c.SaveFailed, m.Done, mutates=False),
         Method(c.RestoreAsk, c.RestorePlan, mutates=False),
         Method(c.PartsOpen, c.PartsOpened, mutates=False),
         Method(c.PartsClose, m.Done, mutates=False),

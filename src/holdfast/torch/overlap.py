@@ -6,7 +6,6 @@ way, hooks there wait until it has copied everything. Should something change a 
 hooks, its version counter tells: the slot is then not sealed, and the save before stays the newest.
 """
 
-import logging
 import threading
 import time
 import weakref
@@ -21,8 +20,6 @@ from holdfast.checkpoint.copier import CopyJob, Pace, Task
 from holdfast.model.errors import HoldfastError, TimedOutError
 from holdfast.torch.images import Hole
 from holdfast.torch.staging import Staged
-
-log = logging.getLogger(__name__)
 
 GENTLE_BYTES_PER_S = 5e9
 """A copy as fast as it can makes others wait for memory: it costs the training beside it about
@@ -62,16 +59,19 @@ class BackgroundSave:
         tasks: Sequence[Task],
         pace: Pace,
         seal: Callable[[], None],
+        failed: Callable[[str], None],
         timeout_s: float,
     ) -> None:
         """`tasks` are the host copies of what is staged, at this pace until somebody waits.
 
-        `seal` is called in the background when all is copied and nothing had changed.
+        `seal` is called in the background when all is copied and nothing had changed, `failed` with
+        the reason if it cannot become a checkpoint.
         """
         self._work: _Work | None = _Work(
             holes, [_version(hole.tensor) for hole in holes], staged, CopyJob(tasks), seal
         )
         self._pace = pace
+        self._failed = failed
         self._timeout_s = timeout_s
         self._began = time.monotonic()
         self.room_s = 0.0
@@ -123,7 +123,7 @@ class BackgroundSave:
         # It refers to the slot's memory, which could not be unmapped otherwise.
         self._work = None
         if self.problem:
-            log.warning("a checkpoint in the background was given up: %s", self.problem)
+            self._failed(self.problem)
 
     def _check_versions(self, work: _Work) -> None:
         """Look once, at the last moment at which nothing may have changed."""

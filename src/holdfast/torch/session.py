@@ -4,7 +4,7 @@
 import enum
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,34 @@ MEMORY = Tier.MEMORY
 STORAGE = Tier.STORAGE
 
 
+class Failures:
+    """Saves that could not be made: each is told to the agent, and said here now and then."""
+
+    def __init__(self, tell: Callable[[int, str], None]) -> None:
+        self.on_storage = ""
+        """Why the last step that was to go to storage was not saved; empty if it was."""
+        self._tell = tell
+        self._count = 0
+
+    def add(self, step: int, why: str, *, persist: bool) -> None:
+        """A step was not saved. Any thread may say so."""
+        if persist:
+            self.on_storage = f"step {step} is not on storage: {why}"
+        self._count += 1
+        if is_said(self._count):
+            times = f" ({self._count} steps were not saved so far)" if self._count > 1 else ""
+            log.warning("step %d was not saved; the training goes on: %s%s", step, why, times)
+        try:
+            self._tell(step, why)
+        except NOT_SAVED as exc:
+            log.debug("the agent was not told that step %d was not saved: %s", step, exc)
+
+
+def is_said(count: int) -> bool:
+    """Whether what happens so often is worth a line this time: at the 1st, 2nd, 4th, 8th ..."""
+    return count & (count - 1) == 0
+
+
 class Session:
     """What the ranks of a node share with the vault, and what this one has under way."""
 
@@ -90,6 +118,7 @@ class Session:
         #: How long the training let the last save in the background copy.
         self._room_s = 0.0
         self._followers = followers
+        self._failures = Failures(self.client.save_failed)
 
     @cached_property
     def sharded(self) -> "Sharded":
@@ -142,6 +171,8 @@ class Session:
         """
         try:
             self.settle()
+            if tier is STORAGE:
+                self._failures.on_storage = ""
             self._make_newest(step)
             marks = self._followers.marks()
             begun = self._writer.begin(step, parts, shape, persist=tier is STORAGE, marks=marks)
@@ -154,8 +185,9 @@ class Session:
                 self._gate.save = self._in_background(begun, time.monotonic() - began)
         except NOT_SAVED as exc:
             self.slots.go_on()
-            log.warning("step %d was not saved; the training goes on: %s", step, exc)
-            return str(exc) or type(exc).__name__
+            why = str(exc) or type(exc).__name__
+            self._failures.add(step, why, persist=tier is STORAGE)
+            return why
         if tier is STORAGE:
             self._after.asked()
         return ""
@@ -175,8 +207,8 @@ class Session:
         """Wait for what is on its way to storage; the newest step that is there."""
         self.settle()
         found = self.client.wait(timeout_s)
-        if found.problem:
-            raise RejectedError(found.problem)
+        if problem := self._failures.on_storage or found.problem:
+            raise RejectedError(problem)
         if found.committed != NONE:
             return found.committed.step
         # Nothing was committed since the saver began; there may be something from before.
@@ -224,6 +256,7 @@ class Session:
             tasks,
             pace,
             lambda: self._seal(begun, waited_s),
+            lambda why: self._failures.add(begun.step, why, persist=begun.persist),
             self._timeout_s,
         )
 

@@ -37,6 +37,7 @@ class BegunPart:
 class BegunStep:
     """The parts of one step that this process writes."""
 
+    step: int
     parts: tuple[BegunPart, ...]
     persist: bool
     marks: Marks | None
@@ -109,7 +110,7 @@ class PartWriter:
                 address = slot.address + file.offset
                 placed += [Placed(hole, view, address) for hole in image.holes]
             begun.append(BegunPart(slot, meta, tuple(placed), self._filling(slot, meta)))
-        return BegunStep(tuple(begun), persist, marks)
+        return BegunStep(step, tuple(begun), persist, marks)
 
     def copy_early(self, step: BegunStep) -> None:
         """Copy what the next forward pass may change."""

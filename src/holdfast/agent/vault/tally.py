@@ -8,6 +8,9 @@ from holdfast.core.node.saver import SavedStep
 from holdfast.model.checkpoint import Version
 from holdfast.protocol.checkpoints import Tally
 
+WHY_MAX = 300
+"""How much of a reason travels in every beat."""
+
 
 class TallyBook:
     """Counts from the start of the agent on."""
@@ -21,6 +24,7 @@ class TallyBook:
         self._step, self._saved_at = -1, 0.0
         self._restored: Counter[str] = Counter()
         self._written_s = 0.0
+        self._failed, self._failed_step, self._failed_why = 0, -1, ""
         self.written_bytes = 0
 
     def sealed(self, version: Version, waited_s: float) -> None:
@@ -39,6 +43,12 @@ class TallyBook:
             self._waited_s += self._waits.get(step.version, 0.0)
         self._waits = {v: waited_s for v, waited_s in self._waits.items() if v > step.version}
 
+    def failed(self, step: int, why: str) -> None:
+        """A worker could not save a step; the others of this node may say so too."""
+        if step != self._failed_step:
+            self._failed += 1
+        self._failed_step, self._failed_why = step, why[:WHY_MAX]
+
     def moved(self, size: int) -> None:
         """So many bytes of a part have gone to storage."""
         self.written_bytes += size
@@ -53,7 +63,7 @@ class TallyBook:
 
     def read(self) -> Tally | None:
         """The numbers now; None if there is nothing to tell."""
-        if self._step < 0 and not (self.written_bytes or self._restored):
+        if self._step < 0 and not (self.written_bytes or self._restored or self._failed):
             return None
         return Tally(
             saves=self._saves,
@@ -63,4 +73,7 @@ class TallyBook:
             written_bytes=self.written_bytes,
             written_s=self._written_s,
             restored=dict(self._restored),
+            failed=self._failed,
+            failed_step=self._failed_step,
+            failed_why=self._failed_why,
         )

@@ -187,6 +187,8 @@ class Vault:
                 return await keeper.grant(body)
             case c.SlotSealed():
                 keeper.sealed(body)
+            case c.SaveFailed():
+                self._means.tally.failed(body.step, body.why)
             case c.RestoreAsk():
                 return await keeper.restore(body)
             case c.PartsOpen():

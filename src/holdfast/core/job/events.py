@@ -418,6 +418,19 @@ class CopyFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SavesFailed(Event):
+    """Workers of a node could not save; said at the first time and when it is twice as often."""
+
+    node_id: NodeId
+    node_rank: int
+    """-1 if it is in no world."""
+    failed: int
+    step: int
+    """The last of them."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class CopiesResumed(Event):
     """After copies that failed, a version is safe on other nodes again."""
 

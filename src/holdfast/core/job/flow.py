@@ -35,6 +35,7 @@ NEWS = (
     ev.IncidentClosed,
     ev.AttemptOpened,
     ev.CopyFailed,
+    ev.SavesFailed,
     ev.CopiesResumed,
     ev.DatasetRegistered,
     ev.DatasetRestored,

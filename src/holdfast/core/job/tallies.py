@@ -22,7 +22,10 @@ class Tallies:
         self._told: dict[NodeId, tuple[Tally, float]] = {}
         #: What nodes told that are lost by now.
         self._lost: list[Tally] = []
-        self._members: tuple[NodeId, ...] = ()
+        #: With their node ranks.
+        self._members: dict[NodeId, int] = {}
+        #: By node: how many failed saves people were told of.
+        self._failures_told: dict[NodeId, int] = {}
         self._commits = self._failures = 0
         self._committed_at: float | None = None
 
@@ -31,18 +34,30 @@ class Tallies:
             case ev.BeatReceived():
                 if event.beat.checkpoints is not None:
                     self._told[event.node_id] = event.beat.checkpoints, now
+                    return self._failed(event.node_id, event.beat.checkpoints)
             case ev.NodeLost():
+                self._failures_told.pop(event.node_id, None)
                 tally, _ = self._told.pop(event.node_id, (None, 0.0))
                 if tally is not None:
                     self._lost = [_sum([*self._lost, tally])]
             case ev.WorldFormed() | ev.WorldFound():
-                self._members = tuple(member.node_id for member in event.world.members)
+                self._members = {one.node_id: one.node_rank for one in event.world.members}
             case ev.CheckpointCommitted():
                 self._commits += 1
                 self._committed_at = now
             case ev.AttemptFailed():
                 self._failures += 1
         return NOTHING
+
+    def _failed(self, node_id: NodeId, tally: Tally) -> Outcome:
+        """Tell people of saves that failed: seldom, as they may fail at every step."""
+        told = self._failures_told.get(node_id, 0)
+        if tally.failed < max(1, 2 * told):
+            return NOTHING
+        self._failures_told[node_id] = tally.failed
+        rank = self._members.get(node_id, -1)
+        failed = ev.SavesFailed(node_id, rank, tally.failed, tally.failed_step, tally.failed_why)
+        return Outcome(facts=[failed])
 
     def deadline(self) -> float | None:
         return None
@@ -71,6 +86,9 @@ class Tallies:
             "commits": self._commits,
             "failures": self._failures,
             "storage_age_s": -1.0 if committed_at is None else now - committed_at,
+            "failed_saves": total.failed,
+            "failed_step": total.failed_step,
+            "failed_why": total.failed_why,
         }
 
 
@@ -78,10 +96,25 @@ def _sum(tallies: Iterable[Tally]) -> Tally:
     saves = written_bytes = 0
     waited_s = written_s = 0.0
     restored: Counter[str] = Counter()
+    failed, failed_step, failed_why = 0, -1, ""
     for tally in tallies:
         saves += tally.saves
         waited_s += tally.waited_s
         written_bytes += tally.written_bytes
         written_s += tally.written_s
         restored.update(tally.restored)
-    return Tally(saves, waited_s, -1, -1.0, written_bytes, written_s, dict(restored))
+        failed += tally.failed
+        if tally.failed_step > failed_step:
+            failed_step, failed_why = tally.failed_step, tally.failed_why
+    return Tally(
+        saves,
+        waited_s,
+        -1,
+        -1.0,
+        written_bytes,
+        written_s,
+        dict(restored),
+        failed,
+        failed_step,
+        failed_why,
+    )

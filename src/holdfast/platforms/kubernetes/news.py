@@ -23,6 +23,7 @@ NEWS = {
     "RestoreAgreed": False,
     "AttemptFailed": True,
     "CopyFailed": True,
+    "SavesFailed": True,
     "CopiesResumed": False,
     "DatasetRestored": False,
     "PieceSetAside": True,
