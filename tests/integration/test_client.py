@@ -19,6 +19,7 @@ import pytest
 
 from holdfast import client as holdfast_client
 from holdfast.client import AgentClient
+from holdfast.client.progress import saving_step
 from holdfast.model.errors import (
     AuthError,
     ProtocolError,
@@ -344,6 +345,36 @@ def test_a_step_is_written_into_the_cell(tmp_path: Path, monkeypatch: pytest.Mon
     holdfast_client.report_step(42)
     holdfast_client.report_step(42)
     assert (cell.read().reported_step, cell.read().reports) == (42, 2)
+    cell.close()
+
+
+@pytest.mark.usefixtures("as_worker")
+def test_saves_that_follow_each_other_are_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that is saved twice, in memory and on storage, is one step, and alone it is none."""
+    path = str(tmp_path / "cell")
+    cell = ProgressCell.create(path)
+    assert cell.read().saved_step == -1
+    monkeypatch.setenv("HOLDFAST_PROGRESS", path)
+    saving_step(1000)
+    saving_step(1000)
+    first = cell.read()
+    assert (first.saved_step, first.saves, first.first_step_at) == (1000, 0, 0.0)
+    saving_step(1001)
+    saving_step(1002)
+    then = cell.read()
+    assert (then.saved_step, then.saves) == (1002, 3)
+    assert 0 < then.first_step_at < then.last_step_at
+    cell.close()
+
+
+def test_saves_that_are_far_apart_are_no_steps(tmp_path: Path) -> None:
+    """Between them nothing is known of the program: to call it hung would be a guess."""
+    cell = ProgressCell.create(str(tmp_path / "cell"))
+    cell.saved(1, 10.0, None)
+    cell.saved(2, 3610.0, None)
+    assert (cell.read().saved_step, cell.read().saves, cell.read().last_step_at) == (2, 0, 0.0)
     cell.close()
 
 

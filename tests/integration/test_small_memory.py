@@ -187,3 +187,13 @@ def test_a_memory_that_cannot_be_made_ends_nothing(jobs: Jobs) -> None:
         job.succeeds()
         assert job.count("no checkpoint can be kept in memory: .* No space left") >= 1
     jobs.expect_nothing_left()
+
+
+def test_a_job_that_is_known_only_by_its_saves_is_found_hanging(jobs: Jobs) -> None:
+    job = jobs.run("--nproc-per-node", "1", "--hang-after", "5", SAVES, STUCK="1", MIB="1")
+    job.wait_line("round 1 is over: no worker has made a step for .* where 5 s are allowed")
+    (again,) = jobs.wait_for("loaded", lambda event: event.round == 2)
+    assert again.step == 13
+    jobs.finish()
+    job.succeeds()
+    jobs.expect_nothing_left()

@@ -91,6 +91,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         cpu=1.5,
         memory=1 << 33,
         checkpoints=TALLY,
+        saved_step=139,
     ),
     m.RunWorld(
         round=4,

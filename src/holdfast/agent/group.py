@@ -136,8 +136,8 @@ class Group:
         """What the master is told of the group."""
         readings = [cell.read() for cell in self._cells.values()]
         now = self._monotonic()
-        # A script without an optimizer may still report its steps.
-        steps = min((max(reading.steps, reading.reports) for reading in readings), default=0)
+        # A script without an optimizer may still report its steps, or save them.
+        steps = min((max(one.steps, one.reports, one.saves) for one in readings), default=0)
         reported = max((reading.reported_step for reading in readings), default=-1)
         # A group has made a step when its slowest member has.
         first = [reading.first_step_at for reading in readings]
@@ -150,6 +150,7 @@ class Group:
             last_step_ago_s=self.last_step_ago_s(),
             cpu=cpu,
             memory=memory,
+            saved_step=max((reading.saved_step for reading in readings), default=-1),
         )
 
     def _folder(self, local_rank: int) -> Path:

@@ -16,12 +16,33 @@ from holdfast.worker.progress import ProgressCell
 
 TIMEOUT_S = 300.0
 
+STEP_S = 30.0
+"""Saves that are further apart are not taken for steps: the least patience with a silent job."""
+
+#: By progress cell: which step its program saved last, and when.
+_saved: dict[str, tuple[int, float]] = {}
+
 
 def report_step(step: int) -> None:
     """Say that `step` is finished. Costs no system call; does nothing outside Holdfast."""
     settings = worker_settings()
     if settings is not None and settings.progress:
         _cell(settings.progress).report(step, time.monotonic())
+
+
+def saving_step(step: int) -> None:
+    """The program saves `step`, which it has finished: a Checkpointer says so.
+
+    A save counts as a step if it follows that of another step within STEP_S: a program that makes
+    no other steps known and saves once an hour must not be taken for hung in between.
+    """
+    settings = worker_settings()
+    if settings is not None and settings.progress:
+        now = time.monotonic()
+        last, at = _saved.get(settings.progress, (step, now))
+        _saved[settings.progress] = step, now
+        is_step = step != last and now - at <= STEP_S
+        _cell(settings.progress).saved(step, now, at if is_step else None)
 
 
 def barrier(name: str, size: int, timeout_s: float = TIMEOUT_S) -> int:

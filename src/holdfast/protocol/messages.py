@@ -228,7 +228,7 @@ class Beat(Message, frozen=True):
 
     round: int
     steps: Annotated[int, Meta(ge=0, le=2**53)]
-    """Steps of this node's workers in the round, by optimizer or report (the least of them)."""
+    """Steps of this node's workers in the round, by optimizer, report or save (the least)."""
     step: int
     """The step number the script reported, -1 if it does not."""
     first_step_ago_s: float
@@ -240,6 +240,8 @@ class Beat(Message, frozen=True):
     """Bytes in use by the workers."""
     checkpoints: Tally | None = None
     """None as long as there is nothing to tell."""
+    saved_step: int = -1
+    """The step that the script last gave to `Checkpointer.save`, -1 if none."""
 
 
 # ---- master to agent, pushed --------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.manifest import wrong_names
+from holdfast.client.progress import saving_step
 from holdfast.model.checkpoint import SHARED, Series, Shape, rank_part
 from holdfast.model.errors import UsageError
 from holdfast.runtime.collector import without_collector
@@ -143,7 +144,7 @@ class Checkpointer:
         optimizer state are copied until the next optimizer.step().
         """
         session = self._opened()
-        tier = session.tier(_checked(step)) if to is None else to
+        tier = _tier(session, step, to)
         if tier is None:
             return _not_due(step)
         began = time.monotonic()
@@ -167,7 +168,7 @@ class Checkpointer:
         """
         self._followers.expect_own_state()
         session = self._opened()
-        tier = session.tier(_checked(step)) if to is None else to
+        tier = _tier(session, step, to)
         if tier is None:
             return _not_due(step)
         began = time.monotonic()
@@ -190,7 +191,7 @@ class Checkpointer:
         """Save what is described already: the files of each part that this rank writes."""
         self._followers.expect_own_state()
         session = self._opened()
-        tier = session.tier(_checked(step)) if to is None else to
+        tier = _tier(session, step, to)
         if tier is None:
             return _not_due(step)
         return self._write(step, images, shape, tier, overlap, time.monotonic())
@@ -323,6 +324,12 @@ class Checkpointer:
                 self._followers,
             )
         return self._session
+
+
+def _tier(session: Session, step: int, to: Tier | None) -> Tier | None:
+    """Where a step goes that the training has finished; None: nowhere."""
+    saving_step(_checked(step))
+    return session.tier(step) if to is None else to
 
 
 def _not_due(step: int) -> Saved:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 CELL_BYTES = 64
 
-_STEPS, _REPORTED, _REPORTS = 0, 3, 5
+_STEPS, _REPORTED, _REPORTS, _SAVED, _SAVES = 0, 3, 5, 6, 7
 _FIRST_AT, _LAST_AT, _MAIN_AT = 1, 2, 4
 
 
@@ -31,6 +31,10 @@ class Progress(NamedTuple):
     """When the user's code began; 0.0 before."""
     reports: int
     """How many step numbers the program has reported."""
+    saved_step: int
+    """The step that the program saved last; -1 when it saved none."""
+    saves: int
+    """How many saves followed each other as steps do."""
 
 
 class ProgressCell:
@@ -54,7 +58,7 @@ class ProgressCell:
             cell = cls(fd)
         finally:
             os.close(fd)
-        cell._ints[_REPORTED] = -1
+        cell._ints[_REPORTED] = cell._ints[_SAVED] = -1
         return cell
 
     @classmethod
@@ -86,6 +90,15 @@ class ProgressCell:
             self._ints[_REPORTED] = step
             self._ints[_REPORTS] += 1
 
+    def saved(self, step: int, now: float, before: float | None) -> None:
+        """The program saves a step. With the time of the save `before` it, both count as steps."""
+        self._ints[_SAVED] = step
+        if before is not None:
+            if self._times[_FIRST_AT] == 0.0:
+                self._times[_FIRST_AT] = before
+            self._times[_LAST_AT] = now
+            self._ints[_SAVES] = max(1, self._ints[_SAVES]) + 1
+
     def read(self) -> Progress:
         return Progress(
             steps=self._ints[_STEPS],
@@ -94,6 +107,8 @@ class ProgressCell:
             reported_step=self._ints[_REPORTED],
             main_at=self._times[_MAIN_AT],
             reports=self._ints[_REPORTS],
+            saved_step=self._ints[_SAVED],
+            saves=self._ints[_SAVES],
         )
 
     def close(self) -> None:

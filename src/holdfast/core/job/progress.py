@@ -27,6 +27,7 @@ class _Heard:
     step: int = -1
     first_step_at: float = -1.0
     last_step_at: float = -1.0
+    saved: int = -1
 
 
 class Progress:
@@ -91,6 +92,7 @@ class Progress:
             return NOTHING
         heard = self._heard
         heard.steps = max(heard.steps, beat.steps)
+        heard.saved = max(heard.saved, beat.saved_step)
         heard.last_step_at = max(heard.last_step_at, now - beat.last_step_ago_s)
         if heard.first_step_at < 0 and beat.first_step_ago_s >= 0:
             heard.first_step_at = max(0.0, now - beat.first_step_ago_s)
@@ -256,7 +258,8 @@ class Progress:
             spent[self._counted_as()] += max(0.0, now - self._until)
         total = sum(spent.values())
         return {
-            "step": self._reached(),
+            # What was saved is shown only: it may count something else than optimizer steps.
+            "step": self._reached() if self._reached() >= 0 else self._heard.saved,
             "steps_total": self._steps_before + self._heard.steps,
             "stage": str(self._use),
             "seconds": {str(use): round(seconds, 3) for use, seconds in spent.items()},
