@@ -4,6 +4,7 @@
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -36,16 +37,20 @@ def start(jobs: Jobs, master: MasterCommand, name: str, **env: str) -> Command:
 
 
 def processes_of(jobs: Jobs, name: str) -> list[psutil.Process]:
-    return [process for process in jobs.living() if process.environ().get("STEPS_NODE") == name]
+    found = []
+    for process in jobs.living():
+        with suppress(psutil.NoSuchProcess):
+            if process.environ().get("STEPS_NODE") == name:
+                found.append(process)
+    return found
 
 
 def has_open(process: psutil.Process, path: Path) -> bool:
-    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-        try:
-            if descriptor.readlink() == path:
-                return True
-        except FileNotFoundError:
-            continue
+    with suppress(FileNotFoundError):  # It may end at any moment.
+        for descriptor in os.listdir(f"/proc/{process.pid}/fd"):
+            with suppress(FileNotFoundError):
+                if os.readlink(f"/proc/{process.pid}/fd/{descriptor}") == str(path):
+                    return True
     return False
 
 
@@ -60,7 +65,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_node_that_wakes_up_after_its_replacement_changes_no_checkpoint(jobs: Jobs) -> None:
     """It finished its commit, and removed the newer state that its replacement had committed."""
     directory = jobs.folder / "checkpoints"
-    master = jobs.master("--http", "off", "--beat", "0.5", "--silence", "3", "--lease", "5")
+    master = jobs.master("--http", "off", "--beat", "0.5", "--silence", "8", "--lease", "10")
     old = start(jobs, master, "old", HOLD="3")
     master.wait_line("step 2 is committed")
     jobs.wait_for("step", lambda event: event.step == 3)
@@ -71,11 +76,11 @@ def test_a_node_that_wakes_up_after_its_replacement_changes_no_checkpoint(jobs: 
     os.mkfifo(pipe)
     held = os.open(pipe, os.O_RDWR)
     jobs.go()
-    frozen = processes_of(jobs, "old")
-    until(lambda: any(has_open(process, pipe) for process in frozen), LIMIT_S)
+    until(lambda: any(has_open(one, pipe) for one in processes_of(jobs, "old")), LIMIT_S)
     frozen = processes_of(jobs, "old")
     for process in frozen:
-        process.send_signal(signal.SIGSTOP)
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP)
     shutil.rmtree(named)
 
     start(jobs, master, "new", STAY="5")
@@ -88,7 +93,8 @@ def test_a_node_that_wakes_up_after_its_replacement_changes_no_checkpoint(jobs: 
     os.write(held, b"not a manifest")
     os.close(held)
     for process in frozen:
-        process.send_signal(signal.SIGCONT)
+        with suppress(psutil.NoSuchProcess):  # The agent, awake, may have ended it.
+            process.send_signal(signal.SIGCONT)
     assert old.wait() != 0
     assert contents(directory) == before
     assert verify_checkpoint(open_storage(str(directory)), newest).is_whole
