@@ -119,6 +119,29 @@ def test_a_node_that_has_to_go_brings_the_newest_whole_version_to_storage() -> N
     assert ledger.answer(flush, c.PersistState).committed == V5
 
 
+def test_what_a_node_is_ordered_to_write_is_not_in_its_plan_too() -> None:
+    """Its report for one write would complete the attempt while it was still at the other."""
+    ledger = Ledger(2)
+    asked = ledger.ask(1, V5, SHARDED, rank_part(1))  # Node 0 does not ask: its worker is dead.
+    ledger.call(1, c.FlushAsk(DIR, (holding(V5, rank_part(1), SHARDED),), NONE))
+    ((_, question),) = ledger.pushed(c.InventoryWanted)
+    ledger.call(0, c.InventoryTaken(DIR, question.number, (holding(V5, rank_part(0), SHARDED),)))
+    orders = dict(ledger.pushed(c.PersistOrder))
+    assert {node: order.parts for node, order in orders.items()} == {
+        0: (rank_part(0),),
+        1: (rank_part(1),),
+    }
+    late = ledger.ask(0, V5, SHARDED, rank_part(0))
+    attempt = orders[0].attempt
+    for call in (asked, late):
+        assert ledger.answer(call, c.PersistPlan) == c.PersistPlan(attempt, ())
+    waiting = ledger.persisted(1, attempt, V5, SHARDED)
+    for node in (0, 1):
+        ledger.persisted(node, attempt, V5, SHARDED, rank_part(node))
+    ledger.call(0, c.CommitDone(DIR, V5, attempt))
+    assert ledger.answer(waiting, c.PersistState).committed == V5
+
+
 def test_a_flush_joins_an_attempt_that_is_open_already() -> None:
     ledger, shape = Ledger(1), Shape(1, shared=False)
     ask = ledger.ask(0, V5, shape, rank_part(0))

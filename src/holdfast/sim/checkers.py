@@ -197,7 +197,7 @@ class Checkers:
             self.fail(f"{version} is committed without saying how far its data were")
 
     def written_twice(self, attempt: str, part: str, *node_ids: int) -> None:
-        """Two nodes write one part of an attempt: one must be lost, which is bad enough."""
+        """A part of an attempt is written twice: one writer must be lost, which is bad enough."""
         if self._lost_nodes.isdisjoint(node_ids):
             self.fail(f"{part} is written twice at once in {attempt}")
 

@@ -105,10 +105,12 @@ class AttemptState:
         self, node_id: NodeId, parts: tuple[str, ...], *, is_first: bool
     ) -> tuple[str, ...]:
         """Which of these parts a node writes that holds them; `is_first` of the group."""
+        # What a node was ordered to write it writes already; its report would come before the end
+        # of a second write, and the checkpoint would get its name under that.
+        ordered = {part for _, ordered in self.orders for part in ordered}
+        parts = tuple(part for part in parts if part not in ordered)
         if self.is_resumed:
-            # As the earlier master divided it (see PersistQueue), but for what has been ordered.
-            ordered = {part for _, ordered in self.orders for part in ordered}
-            parts = tuple(part for part in parts if part not in ordered)
+            # As the earlier master divided it, see PersistQueue.
             for part in parts:
                 if (part != SHARED or is_first) and part in self.missing:
                     self.writers.setdefault(part, node_id)
