@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.checkpoint.digests import digest_of
 from holdfast.checkpoint.parity import rebuild
 from holdfast.checkpoint.peer_server import ANSWERS_MAX
 from holdfast.checkpoint.peers import PeerClient
@@ -410,8 +411,10 @@ def test_a_lost_node_is_rebuilt_over_the_network(
                 )
                 for name in needed
             }
-            meta = rebuild(rank_part(lost), readers, target)
+            meta, digest = rebuild(rank_part(lost), readers, target)
         assert meta == saved[lost].slot.read()
+        with saved[lost].slot.data[: meta.data_length] as data:
+            assert digest == digest_of(data)
 
 
 # ---- who may talk to whom --------------------------------------------------------------------

@@ -218,8 +218,10 @@ class ImageReader(Protocol):
         """Fill the view with the image's bytes from `offset` on."""
 
 
-def rebuild(part: str, readers: Mapping[str, ImageReader], room: Room) -> SlotMeta:
+def rebuild(part: str, readers: Mapping[str, ImageReader], room: Room) -> tuple[SlotMeta, int]:
     """Rebuild a lost part in a new slot, and seal it once it is proved to be the lost one.
+
+    Returns what the slot then holds, and the digest of its data.
 
     `readers` has, by name, all that `holdfast.model.parity.rebuildable` says is needed. StateError
     if what they give does not add up to the lost part.
@@ -239,7 +241,8 @@ def rebuild(part: str, readers: Mapping[str, ImageReader], room: Room) -> SlotMe
     length, total = offer.holding.length, offer.total
     with slot.data[:length] as data, slot.data[length:total] as meta:
         digests = digest_of(data), digest_of(meta)
-    return seal_verified(slot, offer, data_digest=digests[0], meta_digest=digests[1])
+    meta_of_part = seal_verified(slot, offer, data_digest=digests[0], meta_digest=digests[1])
+    return meta_of_part, digests[0]
 
 
 def _what_was_lost(part: str, reader: ImageReader) -> PartBytes:

@@ -5,14 +5,21 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-from crc32c import crc32c
+from functools import partial
 
 from holdfast.checkpoint.digests import RunDigest, chunks_of, combine
 from holdfast.checkpoint.manifest import Committed, is_safe_name
 from holdfast.checkpoint.places import begin, place_of
 from holdfast.checkpoint.slots import Slot, SlotFile, SlotMeta, align, lay_out
-from holdfast.checkpoint.storage_port import Moved, Patience, Storage, persistently, readable_size
+from holdfast.checkpoint.storage_port import (
+    CrcOf,
+    Moved,
+    Patience,
+    Storage,
+    crc_of,
+    persistently,
+    readable_size,
+)
 from holdfast.model.checkpoint import FileEntry, Series
 from holdfast.model.errors import RejectedError, StateError
 
@@ -91,9 +98,7 @@ def _write_file(
     if free is not None:
         what += f" ({readable_size(free)} were free there)"
 
-    def crc_of(offset: int, run: memoryview) -> int:
-        return slot_digest.read(file.offset + offset, run)
-
+    crc_of = partial(_crc_at, slot_digest, file.offset)
     end = file.offset + file.length
     with slot.data[file.offset : end] as data, slot.data[end : align(end)] as padding:
         digest = persistently(
@@ -121,13 +126,16 @@ def load_part(
     patience: Patience | None = None,
     stop: threading.Event | None = None,
     readers: int = READERS,
+    slot_digest: RunDigest | None = None,
 ) -> SlotMeta:
     """Read a part into a slot, verify it, and seal the slot; returns what it then holds.
 
-    StateError when the bytes on storage are not those that were saved; RetryableError when storage
-    did not answer.
+    `slot_digest` becomes that of the slot's data, of the very bytes that were verified. StateError
+    when the bytes on storage are not those that were saved; RetryableError when storage did not
+    answer.
     """
     patience, stop = patience or Patience(), stop or threading.Event()
+    digest = slot_digest or RunDigest()
     length = part_length(committed, part)
     if length > slot.capacity:
         raise RejectedError(
@@ -137,12 +145,21 @@ def load_part(
     entries = committed.manifest.files_of(part)
     files, _ = lay_out((entry.name, entry.size) for entry in entries)
     slot.begin(committed.version)
+    slot.pad(files)
     for entry, file in zip(entries, files, strict=True):
-        with slot.data[file.offset : file.offset + file.length] as target:
-            read_file(storage, committed, entry, target, patience, stop, readers)
+        end = file.offset + file.length
+        with slot.data[file.offset : end] as target, slot.data[end : align(end)] as padding:
+            crc_of = partial(_crc_at, digest, file.offset)
+            read_file(storage, committed, entry, target, patience, stop, readers, crc_of)
+            digest.read(end, padding)
     meta = SlotMeta(series.directory, part, committed.version, committed.manifest.shape, files)
     slot.seal(meta)
     return meta
+
+
+def _crc_at(slot_digest: RunDigest, begin: int, offset: int, run: memoryview) -> int:
+    """The CRC-32C of a run of a file that begins there in the slot."""
+    return slot_digest.read(begin + offset, run)
 
 
 def read_file(
@@ -153,14 +170,16 @@ def read_file(
     patience: Patience,
     stop: threading.Event,
     readers: int = READERS,
+    crc_of: CrcOf = crc_of,
 ) -> None:
     """Fill `target` with a file of a checkpoint; StateError if it is missing or damaged."""
     path = f"{committed.name}/{entry.name}"
 
+    def room(offset: int, size: int) -> memoryview:
+        return target[offset:][:size]
+
     def read() -> int:
-        return digest_file(
-            storage, path, entry.size, lambda offset, size: target[offset:][:size], readers
-        )
+        return digest_file(storage, path, entry.size, room, readers, crc_of=crc_of)
 
     try:
         digest = persistently(f"{storage.full(path)} could not be read", read, patience, stop)
@@ -189,6 +208,7 @@ def digest_file(
     room_for: Callable[[int, int], memoryview],
     readers: int,
     progress: Callable[[int], None] = lambda size: None,
+    crc_of: CrcOf = crc_of,
 ) -> int:
     """Read a file by several threads and return its digest.
 
@@ -203,7 +223,7 @@ def digest_file(
         def read_chunk(chunk: tuple[int, int]) -> int:
             with room_for(*chunk) as view:
                 reader.read_into(chunk[0], view)
-                crc = int(crc32c(view))
+                crc = crc_of(chunk[0], view)
             progress(chunk[1])
             return crc
 

@@ -69,8 +69,8 @@ class Fetcher:
         committed = await self._depot.find(version)
         path = await self._room(part, self._depot.length(committed, part))
         with self._given_back_unless_filled([path]):
-            await self._depot.load(committed, part, path)
-        self._memory.sealed(path, version)
+            digest = await self._depot.load(committed, part, path)
+        self._memory.sealed(path, version, digest, is_verified=True)
         return path
 
     async def _from_peer(self, version: Version, source: c.Source) -> Path:
@@ -101,7 +101,7 @@ class Fetcher:
         pins = [self._memory.pin(path, f"{part} is rebuilt from it") for path in here.values()]
         paths: list[Path] = []
 
-        def add_up() -> None:
+        def add_up() -> int:
             with ExitStack() as stack:
 
                 def room(size: int) -> Slot:
@@ -113,15 +113,15 @@ class Fetcher:
                     source.part: self._reader(stack, version, source, here.get(source.part))
                     for source in ingredients
                 }
-                rebuild(part, readers, room)
+                return rebuild(part, readers, room)[1]
 
         try:
             with self._given_back_unless_filled(paths):
-                await self._means.urgently(add_up)
+                digest = await self._means.urgently(add_up)
         finally:
             for pin in pins:
                 self._memory.unpin(pin)
-        self._memory.sealed(paths[0], version)
+        self._memory.sealed(paths[0], version, digest, is_verified=True)
         return paths[0]
 
     def _reader(

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import CHANGED, NOT_SEALED
 from holdfast.checkpoint.commit import commit
-from holdfast.checkpoint.digests import digest_beside
+from holdfast.checkpoint.digests import RunDigest, digest_beside
 from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
 from holdfast.checkpoint.owner import RENEW_S, Claim
 from holdfast.checkpoint.persist import load_part, part_length, write_part
@@ -126,15 +126,27 @@ class Depot:
         """The checkpoint of this version; StateError if it is not there."""
         return await self._means.urgently(find_committed, await self._open(), self.series, version)
 
-    async def load(self, committed: Committed, part: str, path: Path) -> None:
-        """Read a part into a slot that was granted for it, verify it and seal it."""
-        storage = await self._open()
+    async def load(self, committed: Committed, part: str, path: Path) -> int:
+        """Read a part into a slot that was granted for it, verify it and seal it.
+
+        Returns the digest of the slot's data.
+        """
+        storage, digest = await self._open(), RunDigest()
 
         def load() -> None:
             with Slot.open(path, writable=True) as slot:
-                load_part(storage, self.series, committed, part, slot, stop=self._stop)
+                load_part(
+                    storage,
+                    self.series,
+                    committed,
+                    part,
+                    slot,
+                    stop=self._stop,
+                    slot_digest=digest,
+                )
 
         await self._means.urgently(load)
+        return digest.result()
 
     @staticmethod
     def length(committed: Committed, part: str) -> int:
