@@ -217,8 +217,19 @@ def test_a_slot_of_one_part_does_not_take_another(arena: Arena) -> None:
 def test_old_digests_go_when_a_slot_is_written_again(arena: Arena) -> None:
     held = save(arena, 1, slots=1)
     write_sidecar(held.path, Sidecar(held.meta.version, 1))
-    arena.grant(KEY, SIZE, 1)
+    assert save(arena, 1, slots=1).path == held.path
     assert read_sidecar(held.path) is None
+
+
+def test_a_writer_that_dies_before_its_first_byte_leaves_the_digest_of_what_is_there(
+    arena: Arena,
+) -> None:
+    """Without it nobody can tell whether these bytes change later."""
+    held = save(arena, 1, slots=1)
+    write_sidecar(held.path, Sidecar(held.meta.version, 1))
+    arena.give_back(granted(arena, SIZE, slots=1))
+    assert steps(arena) == [1]
+    assert read_sidecar(held.path) == Sidecar(held.meta.version, 1)
 
 
 def test_a_larger_state_gets_larger_slots_and_loses_nothing(arena: Arena) -> None:

@@ -195,6 +195,8 @@ class Arena:
                 f"the memory slot {path} is for part {slot.key.part} of {slot.key.directory}, but "
                 f"{found.part} of {found.directory} was written to it"
             )
+        # The same version may have been written again, with other bytes.
+        sidecar_path(slot.path).unlink(missing_ok=True)
         os.utime(slot.path)
         return Held(slot.key, slot.path, slot.meta)
 
@@ -283,8 +285,7 @@ class Arena:
             raise self._no_memory(slot.key, slot.size, exc) from exc
         slot.is_granted = True
         slot.meta = None
-        # The same version may be written again, with other bytes.
-        sidecar_path(slot.path).unlink(missing_ok=True)
+        # Its digest stays: a writer that dies before its first byte leaves what was there before.
         os.utime(slot.path)
         return slot.path
 
