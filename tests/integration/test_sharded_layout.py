@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.copier import Copier, Task
 from holdfast.model.checkpoint import Shape
 from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import dcp_image
 from holdfast.torch.images import Image, dtype_named, fill
-from holdfast.torch.reshard import check_bounds, copies_for, run_copies
+from holdfast.torch.reshard import check_bounds, copies_for, tasks_of
 from holdfast.torch.shard_map import (
     ALIGNMENT,
     SMALL,
@@ -187,7 +188,7 @@ def test_any_sharding_is_loaded_into_any_other(data: st.DataObject) -> None:
         chunk = Chunk("t", "int32", shape, offsets, sizes)
         copies = list(copies_for(chunk, box(loaded, offsets, sizes), tensor))
         check_bounds(copies, files)
-        run_copies(copies, files)
+        copy_all(list(tasks_of(copies, files)))
     assert torch.equal(loaded, full)
 
 
@@ -211,6 +212,12 @@ def test_an_index_that_points_outside_its_file_is_a_damaged_checkpoint() -> None
 
 
 # ---- one process, from live objects to bytes and back -------------------------------------------
+
+
+def copy_all(tasks: Sequence[Task]) -> None:
+    copier = Copier(threads=1)
+    copier.run(tasks, 60.0)
+    copier.close()
 
 
 class MemoryPart:
@@ -241,6 +248,9 @@ class MemoryParts:
     def open(self, names: Sequence[str]) -> dict[str, MemoryPart]:
         return {name: MemoryPart(self.files) for name in names}
 
+    def take(self, tasks: Sequence[Task]) -> None:
+        copy_all(tasks)
+
 
 def linear(inputs: int = 3, outputs: int = 2) -> torch.nn.Linear:
     return torch.nn.Linear(inputs, outputs)
@@ -265,6 +275,7 @@ def test_several_models_and_optimizers_are_kept_apart() -> None:
     its = {k: torch.optim.Adam(m.parameters()) for k, m in live.items()}
     loading = Sharded(0, 1).loading(live, its)
     loading.prepare(parts)
+    loading.take()
     assert loading.fill() == {"extra": [1]}
     assert all(is_same(state_of(live[k]), expected[k]) for k in live)
     assert not its["generator"].state
@@ -286,6 +297,7 @@ def test_a_changed_value_is_saved_though_the_layout_is_known() -> None:
         its = torch.optim.Adam(other.parameters())
         loading = Sharded(0, 1).loading(other, its)
         loading.prepare(MemoryParts(images))
+        loading.take()
         assert loading.fill() == {"step": step}
         assert is_same(state_of(other), expected)
         assert its.param_groups[0]["lr"] == 0.1 + step
@@ -302,6 +314,7 @@ def test_a_parameter_with_other_memory_is_saved_from_there() -> None:
     other = linear()
     loading = sharded.loading(other, None)
     loading.prepare(parts)
+    loading.take()
     loading.fill()
     assert torch.equal(other.weight, torch.full((2, 3), 7.0))
 
@@ -316,6 +329,7 @@ def test_new_parameters_give_a_new_layout() -> None:
     other = torch.nn.Sequential(linear(), linear(2, 5))
     loading = sharded.loading(other, None)
     loading.prepare(parts)
+    loading.take()
     loading.fill()
     assert is_same(state_of(other), state_of(model))
 

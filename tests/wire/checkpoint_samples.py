@@ -100,8 +100,10 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         step=40,
     ),
     c.PartsOpen(directory=DIRECTORY, version=VERSION, parts=("shared", "rank-00003")),
-    c.PartsOpened(parts=(c.OpenedPart("rank-00003", "rank-00001", "/dev/shm/slot.1", "peer"),)),
-    c.PartsClose(directory=DIRECTORY),
+    c.PartsOpened(
+        parts=(c.OpenedPart("rank-00003", "rank-00001", "/dev/shm/slot.1", "peer", 0xDEADBEEF),)
+    ),
+    c.PartsClose(directory=DIRECTORY, local_rank=1, bad=("shared",)),
     c.PersistWait(directory=DIRECTORY, timeout_s=600.0),
     c.PersistState(committed=VERSION, problem="the disk is full"),
     c.StepsRemove(directory=DIRECTORY, steps=(0, 16777217)),

@@ -154,9 +154,10 @@ class VaultClient:
         request = c.PartsOpen(self._directory, version, tuple(parts), self.place.local_rank)
         return self._agent.ask(request, c.PartsOpened, timeout_s).parts
 
-    def close_parts(self) -> None:
-        """Say that the opened parts have been read."""
-        self._agent.ask(c.PartsClose(self._directory, self.place.local_rank), m.Done, ANSWER_S)
+    def close_parts(self, bad: Sequence[str] = ()) -> None:
+        """Say that the opened parts have been read, and which were not what had been saved."""
+        request = c.PartsClose(self._directory, self.place.local_rank, tuple(bad))
+        self._agent.ask(request, m.Done, ANSWER_S)
 
     def wait(self, timeout_s: float) -> c.PersistState:
         """Wait until nothing of this series is on its way to storage. TimedOutError if it is."""

@@ -101,7 +101,7 @@ class RestoreAsk(Message, frozen=True):
     round: int
     local_rank: int
     prepared: Version
-    """What this rank has at hand, verified; NONE if nothing yet."""
+    """What this rank has taken into its own memory, verified; NONE if nothing yet."""
     problem: str = ""
     """Why `tried` could not be prepared; empty if it could."""
     tried: Version = NONE
@@ -120,7 +120,10 @@ class PartsOpen(Message, frozen=True):
 
 
 class OpenedPart(Struct, frozen=True, array_like=True):
-    """A part in a slot of this node, verified, and not overwritten before it is closed."""
+    """A part in a slot of this node, verified, and not overwritten before it is closed.
+
+    Memory may change all the same: a worker compares what it takes with the digest.
+    """
 
     asked: str
     part: str
@@ -128,6 +131,8 @@ class OpenedPart(Struct, frozen=True, array_like=True):
     path: str
     source: str
     """"memory", "peer", "parity" or "storage"."""
+    digest: int = -1
+    """What the bytes that a worker takes out of the slot must add up to; -1 if it is not known."""
 
 
 class PartsOpened(Message, frozen=True):
@@ -139,6 +144,8 @@ class PartsClose(Message, frozen=True):
 
     directory: str
     local_rank: int = 0
+    bad: tuple[str, ...] = ()
+    """Parts whose bytes, as this rank took them, are not those that were saved."""
 
 
 class PersistWait(Message, frozen=True):

@@ -49,10 +49,18 @@ def fill(slot: Slot, version: Version, shape: Shape, part: str) -> None:
     slot.seal(SlotMeta(DIRECTORY, part, version, shape, files))
 
 
-def holds(path: str, version: Version, part: str) -> bool:
-    """Whether a slot has exactly this part, byte for byte."""
+def taken(path: str) -> bytes:
+    """The data of a slot as a worker takes them."""
     with Slot.open(path, writable=False) as slot:
-        return bytes(slot.file(f"{part}.bin")) == content(version, part)
+        meta = slot.read()
+        if meta is None:
+            raise StateError(f"the memory slot {path} is not sealed")
+        return bytes(slot.data[: meta.data_length])
+
+
+def is_whole(data: bytes, version: Version, part: str) -> bool:
+    """Whether this is exactly this part, byte for byte."""
+    return data.rstrip(b"\0") == content(version, part)
 
 
 class MachineArena(Arena):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any, TypeVar
 
+from holdfast.checkpoint.digests import digest_of
 from holdfast.checkpoint.slots import Slot
 from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
 from holdfast.model.errors import RejectedError
@@ -262,13 +263,22 @@ class Script:
                 prepared, problem, tried = NONE, str(exc), plan.version
 
     async def _open_parts(self, plan: c.RestorePlan) -> None:
+        """Take the bytes of the plan, as torch/restore.py does; RejectedError if they are wrong."""
         version = plan.version
         parts = tuple(parts_of(plan.shape, self._rank, self._run.world_size))
         ask = c.PartsOpen(DIRECTORY, version, parts, self._local_rank)
-        for opened in (await self._ask(ask, c.PartsOpened)).parts:
-            if not keeping.holds(opened.path, version, opened.part):
+        opened_parts = (await self._ask(ask, c.PartsOpened)).parts
+        await self._pause(self._rng.uniform(0.001, 0.5))
+        bad = []
+        for opened in opened_parts:
+            data = keeping.taken(opened.path)
+            if opened.digest not in (-1, digest_of(data)):
+                bad.append(opened.part)
+            elif not keeping.is_whole(data, version, opened.part):
                 self._checkers.fail(f"{opened.part} of {version} is restored with wrong bytes")
-        await self._ask(c.PartsClose(DIRECTORY, self._local_rank), m.Done)
+        await self._ask(c.PartsClose(DIRECTORY, self._local_rank, tuple(bad)), m.Done)
+        if bad:
+            raise RejectedError(f"{', '.join(bad)} of {version} changed in memory")
 
     async def _save(self, *, persist: bool) -> None:
         """Copy the state into memory; that takes a while, in which anything may happen."""

@@ -227,11 +227,11 @@ class Checkpointer:
         None: there is none, nothing was changed. Every rank calls it, and every rank gets the same
         step. What was saved as extra and data is in the attributes of these names; objects with
         load_state_dict that are given here take their state.
+
+        After an error that is no UsageError tensors may have changed: the process has to end.
         """
         session = self._opened()
-        loading = StateLoading(
-            model, optimizer, lambda: session.sharded, session.copier, self._timeout_s, allow_pickle
-        )
+        loading = StateLoading(model, optimizer, lambda: session.sharded, allow_pickle)
         plan, parts = session.agree(loading, _wanted(step))
         loaded: int | None = None
         if parts is not None:

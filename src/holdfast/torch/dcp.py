@@ -203,5 +203,5 @@ def _read_map(files: LoadedFiles) -> ChunkMap:
             raise UsageError("This checkpoint was not saved from a sharded state.")
         return decode_map(files.file(MAP_FILE))
     except (StateError, UsageError):
-        files.close()
+        files.let_go()
         raise

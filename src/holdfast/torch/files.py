@@ -59,7 +59,17 @@ class LoadedFiles:
         return self._parts.open([part])[part]
 
     def close(self) -> None:
-        """The files have been read."""
+        """The files have been read. StateError: their bytes changed before that.
+
+        They are read where they stand, so they are compared when nothing reads them any more.
+        """
+        try:
+            self._parts.take()
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close it without a look at what was read: it is not used."""
         self._files = {}
         self._parts.close()
 
@@ -72,7 +82,10 @@ class LoadedFiles:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.let_go()
 
 
 class FilesLoading:
@@ -91,6 +104,9 @@ class FilesLoading:
         elif parts.rank < parts.shape.world_size:
             wanted.append(own)
         self._opened = parts.open(list(dict.fromkeys(wanted)))
+
+    def take(self) -> None:
+        """Nothing is copied: whoever asked reads the files where they stand, see `LoadedFiles`."""
 
     def fill(self) -> dict[str, object]:
         """Nothing lives here that could take a state."""

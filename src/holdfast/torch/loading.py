@@ -4,7 +4,6 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.copier import Copier
 from holdfast.model.checkpoint import rank_part
 from holdfast.model.errors import UsageError
 from holdfast.torch import plain, sharding, state
@@ -22,8 +21,6 @@ class StateLoading:
         model: object,
         optimizer: object,
         sharded: "Callable[[], Sharded]",
-        copier: Copier,
-        timeout_s: float,
         allow_pickle: bool,
     ) -> None:
         """`sharded` is called only if something here is sharded."""
@@ -33,7 +30,7 @@ class StateLoading:
         self._sharded: Callable[[], Loading] = lambda: sharded().loading(
             model, optimizer, allow_pickle
         )
-        self._plain: Loading = plain.PlainLoading(model, optimizer, copier, timeout_s, allow_pickle)
+        self._plain: Loading = plain.PlainLoading(model, optimizer, allow_pickle)
         self._chosen: Loading = self._plain
 
     def prepare(self, parts: Parts) -> None:
@@ -45,6 +42,10 @@ class StateLoading:
         is_sharded = _kind(own) == sharding.KIND or self._is_sharded
         self._chosen = self._sharded() if is_sharded else self._plain
         self._chosen.prepare(parts)
+
+    def take(self) -> None:
+        """Have its bytes."""
+        self._chosen.take()
 
     def fill(self) -> dict[str, object]:
         """Load it."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.checkpoint.copier import Copier, Copy, Task
+from holdfast.checkpoint.copier import Copy, Task
 from holdfast.checkpoint.memory import address_of
 from holdfast.model.checkpoint import SHARED, rank_part
 from holdfast.model.errors import StateError, UsageError
@@ -75,18 +75,17 @@ class Document:
 
     def copy(self, entry: Entry, target: torch.Tensor) -> Copy:
         """Of a tensor's bytes to where they belong."""
+        if entry.length != target.nbytes or not 0 <= entry.offset <= len(self.data) - entry.length:
+            raise StateError(f"the index says that {entry.name} is where it cannot be")
         return Copy(self.address + entry.offset, target.data_ptr(), entry.length)
 
 
 class PlainLoading:
     """Takes a plain checkpoint into live modules and optimizers, in place."""
 
-    def __init__(
-        self, model: object, optimizer: object, copier: Copier, timeout_s: float, allow_pickle: bool
-    ) -> None:
+    def __init__(self, model: object, optimizer: object, allow_pickle: bool) -> None:
         self._live = {"model": model, "optimizer": optimizer}
-        self._copier = copier
-        self._timeout_s = timeout_s
+        self._parts: Parts | None = None
         self._allow_pickle = allow_pickle
         self._forget()
 
@@ -97,6 +96,7 @@ class PlainLoading:
 
     def prepare(self, parts: Parts) -> None:
         self._forget()
+        self._parts = parts
         if not parts.shape.shared and parts.shape.world_size != parts.world_size:
             raise UsageError(
                 f"the checkpoint of step {parts.version.step} was saved by "
@@ -132,9 +132,11 @@ class PlainLoading:
                 f"changed:\n  {shown}{more}"
             )
 
+    def take(self) -> None:
+        assert self._parts is not None
+        self._parts.take([task for fit in self._fits for task in fit.tasks()])
+
     def fill(self) -> dict[str, object]:
-        tasks = [task for fit in self._fits for task in fit.tasks()]
-        self._copier.run(tasks, self._timeout_s)
         for fit in self._fits:
             for target in fit.in_place:
                 torch.autograd.graph.increment_version(target)

@@ -8,11 +8,13 @@ sharding that overlap the wanted box each give their share.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from holdfast.checkpoint import copier
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch.images import dtype_named, tensor_at
+from holdfast.torch.images import dtype_named, lies_in_a_row, tensor_at
 from holdfast.torch.shard_map import Chunk, Lengths, SavedTensor
 
 
@@ -93,11 +95,31 @@ def check_bounds(copies: Iterable[Copy], files: Mapping[int, memoryview]) -> Non
 
 def run_copies(copies: Iterable[Copy], files: Mapping[int, memoryview]) -> None:
     """Copy everything; no tensor refers to the files afterwards."""
+    for copy in copies:
+        _copy_box(copy, files[copy.rank])
+
+
+def tasks_of(copies: Iterable[Copy], files: Mapping[int, memoryview]) -> Iterator[copier.Task]:
+    """The same as tasks for a copier, plain runs of bytes where it can be."""
+    for copy in copies:
+        source, target = _boxes(copy, files[copy.rank])
+        is_plain = target.device.type == "cpu" and source.dtype == target.dtype
+        if is_plain and lies_in_a_row(source) and lies_in_a_row(target):
+            yield copier.Copy(source.data_ptr(), target.data_ptr(), source.nbytes)
+        else:
+            yield partial(_copy_box, copy, files[copy.rank])
+
+
+def _boxes(copy: Copy, file: memoryview) -> tuple[torch.Tensor, torch.Tensor]:
+    source = tensor_at(file, copy.data, dtype_named(copy.dtype), copy.sizes)
+    target = copy.live.detach()
+    for dim, length in enumerate(copy.lengths):
+        source = source.narrow(dim, copy.source[dim], length)
+        target = target.narrow(dim, copy.target[dim], length)
+    return source, target
+
+
+def _copy_box(copy: Copy, file: memoryview) -> None:
+    source, target = _boxes(copy, file)
     with torch.no_grad():
-        for copy in copies:
-            source = tensor_at(files[copy.rank], copy.data, dtype_named(copy.dtype), copy.sizes)
-            target = copy.live.detach()
-            for dim, length in enumerate(copy.lengths):
-                source = source.narrow(dim, copy.source[dim], length)
-                target = target.narrow(dim, copy.target[dim], length)
-            target.copy_(source)
+        target.copy_(source)

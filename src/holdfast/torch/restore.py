@@ -1,23 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agreement of all ranks on what to load, and the parts while they are read.
 
-Every rank first gets a version ready without changing anything that lives; only when all of them
-have it at hand does any of them load it. So every rank has the same step, or nobody has any.
+Every rank first sees that a version fits, then takes its bytes, and says so only if they are those
+that were saved. Only when all ranks have taken the same version does any of them go on with it. So
+every rank has the same step, or nobody has any; and what a rank goes on with is what was verified,
+not what stood in shared memory a while before.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from holdfast.checkpoint.copier import Copier, Task
+from holdfast.checkpoint.filling import take
 from holdfast.checkpoint.slots import Slot, SlotMeta
 from holdfast.client.vault import VaultClient
 from holdfast.model.checkpoint import NONE, Shape, Version
-from holdfast.model.errors import RejectedError, StateError
+from holdfast.model.errors import RejectedError, StateError, UsageError
 from holdfast.protocol.checkpoints import RestorePlan
 from holdfast.torch.mappings import MappedSlots
 
 TURNS_MAX = 1000
 """Each turn rules out a copy or ends the agreement; no job has so many."""
+
+NONSENSE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What an index leads to that a wrong byte has made another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +46,8 @@ class OpenPart:
     """ "memory", "peer", "parity" or "storage"."""
     slot: Slot
     meta: SlotMeta
+    digest: int
+    """Of the slot's data, as it was saved; -1 if it is not known."""
 
     def names(self) -> list[str]:
         """The files in it."""
@@ -45,7 +62,13 @@ class Parts:
     """The parts of the version that is being restored, opened when somebody wants them."""
 
     def __init__(
-        self, client: VaultClient, slots: MappedSlots, version: Version, shape: Shape
+        self,
+        client: VaultClient,
+        slots: MappedSlots,
+        version: Version,
+        shape: Shape,
+        copier: Copier,
+        timeout_s: float,
     ) -> None:
         self.version = version
         self.shape = shape
@@ -54,7 +77,12 @@ class Parts:
         self.world_size = client.place.world_size
         self._client = client
         self._slots = slots
+        self._copier = copier
+        self._timeout_s = timeout_s
         self._open: dict[str, OpenPart] = {}
+        self._bad: set[str] = set()
+        self.is_taken = False
+        """Whether anything was copied out of them."""
 
     def open(self, names: Sequence[str]) -> dict[str, OpenPart]:
         """Have these parts brought here. RejectedError, StateError: one of them cannot be had."""
@@ -68,20 +96,38 @@ class Parts:
                         f"part {opened.part} of step {self.version.step} was overwritten in memory"
                     )
                 self._open[opened.asked] = OpenPart(
-                    opened.asked, opened.part, opened.source, slot, meta
+                    opened.asked, opened.part, opened.source, slot, meta, opened.digest
                 )
         return {name: self._open[name] for name in names}
+
+    def take(self, tasks: Sequence[Task] = ()) -> None:
+        """Copy out of the opened parts. Without tasks: see that the bytes are still what they were.
+
+        StateError: what was taken is not what was saved. The digest comes with the copy.
+        """
+        self.is_taken = self.is_taken or bool(tasks)
+        parts = list({part.part: part for part in self._open.values()}.values())
+        slots = [(part.slot.data, part.slot.address, part.meta.data_length) for part in parts]
+        digests = take(self._copier, slots, tasks, self._timeout_s)
+        for part, digest in zip(parts, digests, strict=True):
+            if part.digest not in (-1, digest):
+                self._bad.add(part.part)
+        if self._bad:
+            raise StateError(
+                f"the bytes of {', '.join(sorted(self._bad))} of step {self.version.step} changed "
+                f"in memory after they were saved"
+            )
 
     def close(self) -> None:
         """Everything has been read. StateError: something still refers to the memory."""
         parts, self._open = self._open, {}
         for part in parts.values():
             part.slot.release_views()
-        self._client.close_parts()
+        self._client.close_parts(sorted(self._bad))
 
 
 class Loading(Protocol):
-    """Takes a checkpoint into live objects, in two steps."""
+    """Takes a checkpoint into live objects, in three steps."""
 
     def prepare(self, parts: Parts) -> None:
         """Open what is needed and see that it fits, changing nothing that lives.
@@ -90,21 +136,32 @@ class Loading(Protocol):
         called again when it must.
         """
 
-    def fill(self) -> dict[str, object]:
-        """Copy into the live objects; returns what else was saved: "extra", "data", "rng".
+    def take(self) -> None:
+        """Copy the bytes into live tensors and others of this process, by `Parts.take`.
 
-        And "positions", where the data of a process on its own were.
+        StateError: they are not what was saved. If another version must do, it overwrites them.
+        """
+
+    def fill(self) -> dict[str, object]:
+        """Hand everything over, when all ranks have taken it; returns what else was saved: "extra",
+        "data", "rng". And "positions", where the data of a process on its own were.
         """
 
 
 def agree(
-    client: VaultClient, slots: MappedSlots, loading: Loading, step: int, timeout_s: float
+    client: VaultClient,
+    slots: MappedSlots,
+    loading: Loading,
+    step: int,
+    copier: Copier,
+    timeout_s: float,
 ) -> tuple[RestorePlan, Parts | None]:
     """Come to one version with all other ranks. With no parts there is nothing to restore.
 
     The caller closes the parts.
     """
     parts: Parts | None = None
+    is_changed = False
     plan = client.restore(step=step, timeout_s=timeout_s)
     try:
         for _ in range(TURNS_MAX):
@@ -114,6 +171,11 @@ def agree(
                     raise StateError(
                         f"step {plan.version.step} was agreed on but step {prepared.step} is ready"
                     )
+                if is_changed and parts is None:
+                    raise StateError(
+                        "no checkpoint could be restored, and the model has bytes of one that "
+                        "another rank could not have: this process has to start again"
+                    )
                 agreed, parts = parts, None
                 return plan, agreed
             problem, tried = "", plan.version
@@ -122,8 +184,9 @@ def agree(
                     parts.close()
                     parts = None
                 if plan.version != NONE:
-                    parts = Parts(client, slots, plan.version, plan.shape)
+                    parts = Parts(client, slots, plan.version, plan.shape, copier, timeout_s)
                     problem = _problem(loading, parts)
+                    is_changed = is_changed or parts.is_taken
                 if problem and parts is not None:
                     parts.close()
                     parts = None
@@ -141,9 +204,19 @@ def agree(
 
 
 def _problem(loading: Loading, parts: Parts) -> str:
-    """Why this version cannot be had here; empty if it is ready."""
+    """Why this version cannot be had here; empty if it is taken."""
     try:
-        loading.prepare(parts)
+        _take(loading, parts)
     except (RejectedError, StateError) as exc:
         return str(exc)
     return ""
+
+
+def _take(loading: Loading, parts: Parts) -> None:
+    try:
+        loading.prepare(parts)
+        loading.take()
+    except (StateError, UsageError, *NONSENSE):
+        # What does not fit may be damaged; then it is not the user who has to do something.
+        parts.take()
+        raise

@@ -218,7 +218,7 @@ class Session:
     def agree(self, loading: Loading, step: int) -> tuple[RestorePlan, Parts | None]:
         """Come to one version with all other ranks. The caller closes the parts."""
         self.settle()
-        plan, parts = agree(self.client, self.slots, loading, step, self._timeout_s)
+        plan, parts = agree(self.client, self.slots, loading, step, self.copier, self._timeout_s)
         self._agreed(plan)
         return plan, parts
 

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from holdfast.checkpoint.copier import Task
 from holdfast.model.checkpoint import Shape, rank_part
 from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import dcp_image, state
@@ -31,7 +32,7 @@ from holdfast.torch.images import (
     safetensors_image,
     tensor_at,
 )
-from holdfast.torch.reshard import Copy, check_bounds, copies_for, run_copies
+from holdfast.torch.reshard import Copy, check_bounds, copies_for, tasks_of
 from holdfast.torch.shard_map import (
     Path,
     SavedTensor,
@@ -65,6 +66,8 @@ class Parts(Protocol):
     def world_size(self) -> int: ...
 
     def open(self, names: Sequence[str]) -> Mapping[str, OpenPart]: ...
+
+    def take(self, tasks: Sequence[Task]) -> None: ...
 
 
 class RankIndex(Struct, frozen=True):
@@ -154,12 +157,13 @@ def _is_plain(value: object) -> bool:
 
 
 class ShardedLoading:
-    """One load: `prepare` finds everything and changes nothing, `fill` copies."""
+    """One load: `prepare` finds everything and changes nothing, `take` copies."""
 
     def __init__(self, model: object, optimizer: object, allow_pickle: bool) -> None:
         self._model, self._optimizer = model, optimizer
         self._allow_pickle = allow_pickle
         self._ready: _Ready | None = None
+        self._loaded: dict[str, Any] = {}
 
     def prepare(self, parts: Parts) -> None:
         """Open what is needed and check that it fits the live objects."""
@@ -186,14 +190,20 @@ class ShardedLoading:
         ]
         sources = _opened(parts, sorted({copy.rank for copy in copies}))
         check_bounds(copies, _data_files(sources))
-        self._ready = _Ready(own_rank, own, index, target, copies, sources)
+        self._ready = _Ready(own_rank, own, index, target, copies, sources, parts)
+
+    def take(self) -> None:
+        """Copy into the live tensors."""
+        ready = self._ready
+        assert ready is not None
+        self._loaded = ready.values(self._allow_pickle)
+        files = _data_files(ready.sources)
+        ready.parts.take(list(tasks_of(ready.copies, files)))
 
     def fill(self) -> dict[str, Any]:
-        """Copy into the live objects; returns what the rank stored beside them."""
-        ready, self._ready = self._ready, None
+        """Hand over; returns what the rank stored beside the live objects."""
+        (ready, self._ready), (loaded, self._loaded) = (self._ready, None), (self._loaded, {})
         assert ready is not None
-        run_copies(ready.copies, _data_files(ready.sources))
-        loaded = ready.values(self._allow_pickle)
         ready.target.finish(loaded["values"], ready.index.paths)
         own: dict[str, Any] = loaded["own"]
         return own
@@ -210,6 +220,7 @@ class _Ready:
     target: LoadTarget
     copies: list[Copy]
     sources: dict[int, OpenPart]
+    parts: Parts
 
     def values(self, allow_pickle: bool) -> dict[str, Any]:
         """What is in the rank's tree."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from fsdp_models import build, differences, full_state, run_ranks, train
 
+from holdfast.checkpoint.copier import Copier, Task
 from holdfast.model.checkpoint import Shape, rank_part
 from holdfast.torch.images import fill
 from holdfast.torch.sharded import Sharded
@@ -47,6 +48,11 @@ class FolderParts:
     def open(self, names: Sequence[str]) -> Mapping[str, FolderPart]:
         self.opened.update(names)
         return {name: FolderPart(self._folder, self._table[name]) for name in names}
+
+    def take(self, tasks: Sequence[Task]) -> None:
+        copier = Copier(threads=1)
+        copier.run(tasks, 60.0)
+        copier.close()
 
 
 def own_state(rank: int) -> dict[str, Any]:
@@ -89,6 +95,7 @@ def fresh(kind: str, folder: Path, rank: int) -> None:
     parts = FolderParts(folder, rank, dist.get_world_size())
     loading = sharded.loading(loaded, other)
     loading.prepare(parts)
+    loading.take()
     assert other.state, "preparing a load dropped the optimizer's state"
     loading.fill()
     assert not other.state
@@ -104,6 +111,7 @@ def load(kind: str, folder: Path, rank: int) -> None:
     parts = FolderParts(folder, rank, world_size)
     loading = Sharded(rank, world_size).loading(model, optimizer)
     loading.prepare(parts)
+    loading.take()
     assert not optimizer.state, "preparing a load changed the optimizer"
     own = loading.fill()
     reference = torch.load(folder / "reference.pt", weights_only=True)

@@ -69,11 +69,12 @@ class Memory:
             shape=meta.shape,
             part=meta.part,
             length=meta.data_length,
-            digest=self._digest(held.path, meta.version),
+            digest=self.digest(held.path, meta.version),
             parity=bool(meta.contributions),
         )
 
-    def _digest(self, path: Path, version: Version) -> int:
+    def digest(self, path: Path, version: Version) -> int:
+        """What is known of a slot; -1 if nothing is."""
         sidecar = self._sidecars.get(path)
         if sidecar is not None and sidecar.version == version:
             return sidecar.data
@@ -202,10 +203,15 @@ class Memory:
             if problem:
                 return problem
             self._verified[path] = version
-        known = self._digest(path, version)
+        known = self.digest(path, version)
         if expected >= 0 and known >= 0 and known != expected:
             return f"its digest is {known:08x}, but {expected:08x} was expected"
         return ""
+
+    def distrust(self, path: Path) -> None:
+        """The bytes of a slot have changed: it goes, or is compared again before it is used."""
+        self._verified.pop(path, None)
+        self.drop_if_free(path)
 
     def give_back(self, path: Path) -> None:
         """Whoever was writing to this slot does not any more."""

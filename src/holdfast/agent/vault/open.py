@@ -2,19 +2,19 @@
 """Makes parts readable here, from wherever they are: own memory, a peer, parity, storage.
 
 Each part is fetched once, however many ranks of the node want it, and is held still until all of
-them have read it. A copy that turns out to be bad is remembered and told to the master, which then
-plans without it.
+them have read it. A copy that turns out to be bad, here or when a worker takes its bytes, is
+remembered and told to the master, which then plans without it.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.agent.vault.fetch import Fetcher, NoRoomError
 from holdfast.agent.vault.means import Means
-from holdfast.agent.vault.memory import Memory
+from holdfast.agent.vault.memory import CHANGED, Memory
 from holdfast.checkpoint.arena import Pin
 from holdfast.model.checkpoint import Series, Version
 from holdfast.model.errors import HoldfastError, RejectedError
@@ -89,7 +89,9 @@ class Opener:
             self._ready.pop(key, None)
             self._all_read.set()
             raise
-        return c.OpenedPart(source.asked, part, str(path), ready.kind)
+        digest = self._memory.digest(path, version)
+        known = digest if digest >= 0 else source.digest
+        return c.OpenedPart(source.asked, part, str(path), ready.kind, known)
 
     async def _make_ready(
         self, series: Series, version: Version, sources: Sequence[c.Source]
@@ -139,12 +141,27 @@ class Opener:
                     self._all_read.clear()
                     await self._all_read.wait()
 
-    def close(self, local_rank: int, own_parts: Iterable[str]) -> None:
-        """A rank has read what it opened, or will not any more."""
+    def close(self, local_rank: int, own_parts: Iterable[str], bad: Collection[str] = ()) -> None:
+        """A rank has read what it opened, or will not any more; some of it was `bad`."""
         for key, ready in list(self._ready.items()):
+            if local_rank not in ready.readers:
+                continue
             ready.readers.discard(local_rank)
-            if not ready.readers:
+            if key[1] in bad:
+                self._distrust(key, ready)
+            elif not ready.readers:
                 self._let_go(key, ready, keep=key[1] in set(own_parts))
+
+    def _distrust(self, key: tuple[Version, str], ready: _Ready) -> None:
+        """The bytes of a slot have changed since they were verified: it is worth nothing.
+
+        Other ranks that read it now find out by themselves.
+        """
+        version, part = key
+        self.bad.append(c.BadCopy(version, part, self._means.node_id, CHANGED))
+        self._let_go(key, ready, keep=True)
+        if ready.pin is not None:
+            self._memory.distrust(ready.pin.path)
 
     def close_all(self) -> None:
         """No rank reads any more, and a new agreement begins."""

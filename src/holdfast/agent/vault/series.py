@@ -162,7 +162,7 @@ class SeriesKeeper:
         if ask.round < self._round:
             raise FencedError(f"round {ask.round} is over: round {self._round} has begun")
         if ask.problem:
-            # No copy is blamed for it: those that are bad were found when they were opened.
+            # No copy is blamed for it: those that are bad were found when they were opened or read.
             self._means.say(
                 f"local rank {ask.local_rank} cannot restore step {ask.tried.step}: {ask.problem}"
             )
@@ -261,9 +261,10 @@ class SeriesKeeper:
         sources = plan.sources if plan is not None and plan.version == ask.version else ()
         return await self._opener.open(self.series, ask, sources)
 
-    def close_parts(self, local_rank: int) -> None:
+    def close_parts(self, close: c.PartsClose) -> None:
         """A rank has read what it opened."""
-        self._opener.close(local_rank, self._steps.own_parts(Shape(0, shared=True)))
+        own = self._steps.own_parts(Shape(0, shared=True))
+        self._opener.close(close.local_rank, own, close.bad)
 
     def newest_of(self, rank: int) -> list[str]:
         """The newest slots of this rank's own part and of the one that all ranks share."""

@@ -194,7 +194,7 @@ class Vault:
             case c.PartsOpen():
                 return await keeper.open_parts(body)
             case c.PartsClose():
-                keeper.close_parts(body.local_rank)
+                keeper.close_parts(body)
             case c.PersistWait():
                 return await self._settled(keeper, body.timeout_s)
             case c.StepsRemove():
