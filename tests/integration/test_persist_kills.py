@@ -8,7 +8,6 @@ them whole, and doing the work again finishes it.
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage_port import HIDDEN, Storage
 from holdfast.checkpoint.verify import directory_problems, verify_checkpoint
 from holdfast.model.checkpoint import Series, Version
+from tests.power import disk
 from tests.storages import load, make_state, order_for, s3_server, save, write_state
 
 OLDER, OLD, NEW = Version(1, 50), Version(1, 100), Version(2, 100)
@@ -211,43 +211,13 @@ def test_a_death_at_every_operation_on_objects(objects: tuple[str, int], tmp_pat
 # ---- no power ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def image(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A file system in a file: what is in the file is what a machine without power has left."""
-    file, mounted = tmp_path / "disk.img", tmp_path / "disk"
-    mounted.mkdir()
-    with file.open("wb") as opened:
-        opened.truncate(32 * 1024 * 1024)
-    done = subprocess.run(
-        ["mkfs.ext4", "-q", "-F", str(file)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0 or not mount(file, mounted):
-        pytest.skip("needs root, mkfs.ext4 and loop devices")
-    yield file, mounted
-    subprocess.run(["umount", str(mounted)], check=True, timeout=120)
-
-
-def mount(file: Path, place: Path) -> bool:
-    words = ["mount", "-o", "loop", str(file), str(place)]
-    return subprocess.run(words, capture_output=True, timeout=120, check=False).returncode == 0
-
-
-def test_what_is_committed_survives_a_loss_of_power(
-    image: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_what_is_committed_survives_a_loss_of_power(tmp_path: Path) -> None:
     """Prior art: neither files nor directories were synced."""
-    file, mounted = image
-    series = Series(str(mounted / "runs" / "ckpt"), keep_last=1)
-    storage = open_storage(series.directory)
-    after = tmp_path / "after"
-    after.mkdir()
-    prepare(storage, series, tmp_path)
-    replace_step(storage, series, tmp_path)
-    # Nothing of what the kernel holds back for later is in the copy.
-    shutil.copy(file, tmp_path / "copy.img")
-    assert mount(tmp_path / "copy.img", after)
-    try:
-        seen = Series(str(after / "runs" / "ckpt"))
-        check_finished(open_storage(seen.directory), seen, tmp_path)
-    finally:
-        subprocess.run(["umount", str(after)], check=True, timeout=120)
+    with disk(tmp_path) as mounted:
+        series = Series(str(mounted.path / "runs" / "ckpt"), keep_last=1)
+        storage = open_storage(series.directory)
+        prepare(storage, series, tmp_path)
+        replace_step(storage, series, tmp_path)
+        with mounted.after_a_loss_of_power() as after:
+            seen = Series(str(after / "runs" / "ckpt"))
+            check_finished(open_storage(seen.directory), seen, tmp_path)
