@@ -119,6 +119,23 @@ def test_a_node_that_has_to_go_brings_the_newest_whole_version_to_storage() -> N
     assert ledger.answer(flush, c.PersistState).committed == V5
 
 
+def test_a_node_that_comes_back_is_ordered_again_until_it_has_reported() -> None:
+    """The order may have been lost with its stream, and no other node writes its part."""
+    ledger = Ledger(2)
+    for node in (0, 1):
+        held = holding(V5, rank_part(node), SHARDED)
+        ledger.restore(node, held, prepared=V5, breakpoint=True)
+    orders = dict(ledger.pushed(c.PersistOrder))
+    for _ in range(2):
+        ledger.absent(1)
+        ledger.arrive(1)
+        assert ledger.pushed(c.PersistOrder) == [(1, orders[1])]
+    ledger.persisted(1, orders[1].attempt, V5, SHARDED, rank_part(1))
+    ledger.absent(1)
+    ledger.arrive(1)
+    assert ledger.pushed(c.PersistOrder) == []
+
+
 def test_what_a_node_is_ordered_to_write_is_not_in_its_plan_too() -> None:
     """Its report for one write would complete the attempt while it was still at the other."""
     ledger = Ledger(2)
