@@ -158,6 +158,9 @@ def test_what_was_once_found_stays_fixed(path: Path) -> None:
 
     Seed 254: a node that a new master had refused took the number of that master's journal for one
     of the master before, and the next master believed that its disk had lied.
+
+    Seeds 9000219 and 9000293: memory changed after it was verified and before workers read it, and
+    they trained on what they found.
     """
     assert run(load(path)).problem == ""
 
