@@ -334,6 +334,7 @@ def test_weakness_a_successor_inherits_the_rank_and_nothing_else() -> None:
         "relaunches": 1,
         "memory_mib": 0,
         "message": "",
+        "warm": None,
     }
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Being ready before one is needed: newcomers that warm up first, stores that serve one round."""
 
+import json
 import os
 import signal
 import subprocess
@@ -29,6 +30,25 @@ folder, node = Path(os.environ["STEPS_FOLDER"]), os.environ["STEPS_NODE"]
 (folder / f"import-{node}-{os.getpid()}").touch()
 while node == "b" and not (folder / "imported").exists():
     threading.Event().wait(0.01)
+"""
+
+
+LATE_MODULE = """
+import os
+from pathlib import Path
+(Path(os.environ["STEPS_FOLDER"]) / f"late-{os.getpid()}").touch()
+"""
+# A thread of the worker imports it when the test wants.
+LATE_IMPORT = """
+import os, threading
+from pathlib import Path
+
+def import_late():
+    while not (Path(os.environ["STEPS_FOLDER"]) / "late").exists():
+        threading.Event().wait(0.01)
+    import late_module
+
+threading.Thread(target=import_late, daemon=True).start()
 """
 
 
@@ -78,6 +98,41 @@ def test_a_newcomer_imports_before_the_world_stops_for_it(jobs: Jobs, tmp_path: 
     jobs.finish()
     first.succeeds()
     late.succeeds()
+
+
+def test_a_spare_node_that_was_there_from_the_start_is_warm(jobs: Jobs) -> None:
+    """It gets to know what the others import as soon as they do, and starts as fast as they."""
+    job = jobs.run("--local-nodes", "2", "--spare-nodes", "1", str(SCRIPTS / "steps.py"))
+    first = jobs.wait_world(2)
+    job.wait_line("ready for a fast restart", after=1)
+    job.wait_line("ready for a fast start")
+
+    def all_are_shown_as_warm() -> bool:
+        state = jobs.start("status", "--json")
+        state.succeeds()
+        nodes = json.loads(state.out[0])["nodes"]
+        return [node["warm"] for node in nodes] == [True] * 3
+
+    until(all_are_shown_as_warm, LIMIT_S, "three warm nodes in the status")
+    os.kill(first[1].agent, signal.SIGKILL)
+    second = jobs.wait_world(2, after=first)
+    assert {event.agent for event in second} > {first[0].agent}
+    assert "(zygote start)" in job.wait_line("round 2: all workers run")
+    jobs.finish()
+    job.succeeds()
+
+
+def test_what_is_imported_late_reaches_the_spare_node_too(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "late_module.py").write_text(LATE_MODULE)
+    script = jobs.write("own/steps.py", LATE_IMPORT + steps_with("json"))
+    path = f"{jobs.environment()['PYTHONPATH']}:{tmp_path}"
+    options = ("--local-nodes", "1", "--spare-nodes", "1", script)
+    job = jobs.run(*options, PYTHONPATH=path)
+    job.wait_line("ready for a fast start")
+    (jobs.folder / "late").touch()
+    until(lambda: len(list(jobs.folder.glob("late-*"))) >= 3, LIMIT_S, "three imports")
+    jobs.finish()
+    job.succeeds()
 
 
 def test_every_round_has_a_store_of_its_own_that_is_there_first(jobs: Jobs) -> None:

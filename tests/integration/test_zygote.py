@@ -231,6 +231,56 @@ def spares_of(agent: Agent) -> list[int]:
     return sorted(pid for pid, words in shown if b"\0spare\0" in words)
 
 
+# The first process to import it is through at once, the second when the test wants.
+SLOW_IN_THE_ZYGOTE = """
+    import os, threading
+    from pathlib import Path
+    folder = Path(__file__).parent
+    is_second = len(list(folder.glob("import-*"))) == 1
+    (folder / f"import-{os.getpid()}").touch()
+    while is_second and not (folder / "go").exists():
+        threading.Event().wait(0.01)
+"""
+
+
+def start_while_the_zygote_imports(agent: Agent, tmp_path: Path) -> Path:
+    """Returns the folder of the module that it is importing."""
+    env = site_package(tmp_path, "slow", SLOW_IN_THE_ZYGOTE)
+    folder = tmp_path / "site-packages"
+    script = write(tmp_path, "train.py", "import slow")
+    finish(agent, script, how="cold", env=env)
+    until(lambda: len(list(folder.glob("import-*"))) == 2, TIMEOUT_S, "the zygote's import")
+    order = {"local_rank": 0, "argv": [script], "mode": "script", "progress": ""}
+    agent.send("start", env=env, out=str(tmp_path / "second"), **order)
+    assert agent.so_far("started") == agent.so_far("started") == []
+    return folder
+
+
+def test_a_zygote_that_still_imports_is_waited_for(agent: Agent, tmp_path: Path) -> None:
+    """A worker that began with the same imports then would be ready later than the zygote."""
+    folder = start_while_the_zygote_imports(agent, tmp_path)
+    (folder / "go").touch()
+    assert agent.wait("started")["how"] == "zygote"
+    assert agent.wait("exit")["code"] == 0
+    assert len(list(folder.glob("import-*"))) == 2
+
+
+def test_a_worker_that_waits_for_a_zygote_can_be_killed(agent: Agent, tmp_path: Path) -> None:
+    start_while_the_zygote_imports(agent, tmp_path)
+    agent.send("kill_now")
+    assert agent.wait("exit")["signal"] == signal.SIGKILL
+
+
+def test_a_worker_that_waits_for_a_zygote_does_not_wait_for_a_dead_one(
+    agent: Agent, tmp_path: Path
+) -> None:
+    start_while_the_zygote_imports(agent, tmp_path)
+    for pid in spares_of(agent):
+        os.kill(pid, signal.SIGKILL)
+    assert agent.wait("started")["how"] == "cold"
+    assert agent.wait("exit")["code"] == 0
+
+
 def test_forked_workers_die_with_a_killed_agent(agent: Agent, tmp_path: Path) -> None:
     script = write(
         tmp_path, "train.py", "import decimal, signal, sys\nif sys.argv[1:]: signal.pause()\n"

@@ -92,6 +92,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         memory=1 << 33,
         checkpoints=TALLY,
         saved_step=139,
+        warm=True,
     ),
     m.RunWorld(
         round=4,

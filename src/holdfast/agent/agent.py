@@ -151,6 +151,7 @@ class Agent:
             self._processes,
             group=lambda: self._group,
             tally=self._vault.tally,
+            is_warm=lambda: self._warmth.is_warm,
             renewed=self._lease_renewed,
         )
 

@@ -2,7 +2,8 @@
 """The workers of one round as seen from outside: their files, their output, their progress."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,7 @@ class Group:
                 problem = f"could not be started: {result}"
             elif isinstance(result, BaseException):
                 raise result
-        how = min((worker.how for worker in self._workers.values()), default="cold")
-        return frozenset(self._workers), how, problem
+        return frozenset(self._workers), _how(self._workers.values()), problem
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The whole environment of one worker."""
@@ -159,6 +159,14 @@ class Group:
 
     def _error_file(self, local_rank: int) -> Path:
         return self._folder(local_rank) / "error.json"
+
+
+def _how(workers: Iterable[Worker]) -> str:
+    """How they were started; where they differ, how many in which way."""
+    counts = Counter(worker.how for worker in workers)
+    if len(counts) <= 1:
+        return next(iter(counts), "cold")
+    return " and ".join(f"{count} {how}" for how, count in sorted(counts.items()))
 
 
 def read_error(path: Path) -> tuple[str, str]:

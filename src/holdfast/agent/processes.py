@@ -239,6 +239,7 @@ class Processes:
         """SIGTERM, then SIGKILL after `grace_s`. Returns when every worker and all of its process
         group is gone, or, for what even SIGKILL cannot end, a few seconds later."""
         self._kills += 1
+        self._spares.stop_waiting()
         children = [worker.child for worker in self._workers.values()]
         for child in children:
             child.signal_group(signal.SIGTERM)
@@ -253,6 +254,7 @@ class Processes:
     def kill_now(self) -> None:
         """SIGKILL to every worker's group at once; the exits arrive as ever."""
         self._kills += 1
+        self._spares.stop_waiting()
         for worker in self._workers.values():
             worker.child.signal_group(signal.SIGKILL)
 

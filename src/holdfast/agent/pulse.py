@@ -27,6 +27,7 @@ class Pulse:
         *,
         group: Callable[[], Group | None],
         tally: Callable[[], Tally | None],
+        is_warm: Callable[[], bool | None],
         renewed: Callable[[float], None],
     ) -> None:
         """`renewed` is told until when (loop time) the lease now runs."""
@@ -34,6 +35,7 @@ class Pulse:
         self._processes = processes
         self._group = group
         self._tally = tally
+        self._is_warm = is_warm
         self._renewed = renewed
         self._loop = asyncio.get_running_loop()
         self._beat_s = self._lease_s = 0.0
@@ -82,7 +84,7 @@ class Pulse:
         group = self._group()
         idle = m.Beat(0, 0, -1, -1.0, -1.0, cpu, memory)
         beat = idle if group is None else group.beat(cpu, memory)
-        beat = replace(beat, checkpoints=self._tally())
+        beat = replace(beat, checkpoints=self._tally(), warm=self._is_warm())
         sent_at = self._loop.time()
 
         def answered(body: m.AnyMessage) -> None:

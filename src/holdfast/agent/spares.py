@@ -23,6 +23,8 @@ from holdfast.worker.zygote import MESSAGE_BYTES_MAX, Settings, is_per_rank
 _QUIET_S = 1.0
 _ANSWER_TIMEOUT_S = 2.0
 _IMPORT_TIMEOUT_S = 120.0
+_PATIENCE_S = 30.0
+"""How long a worker waits for a zygote that is still importing, before it imports itself."""
 _FIRST_BATCH = 200
 _EARLY_DEATHS_MAX = 3
 _COMMAND_LINE_BYTES = 1024
@@ -166,6 +168,8 @@ class Spares:
         self._forks = 0
         self._once = False
         self._early_deaths = 0
+        #: Workers that wait for the zygote's imports.
+        self._waiting: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._preparing: asyncio.Task[None] | None = None
@@ -251,6 +255,8 @@ class Spares:
         """A spare that nobody else will get."""
         if any(spare.env != shared_env for spare in self._all()):
             self._drop_all()
+        if self._zygote is not None and not self._zygote.is_ready:
+            await self._wait_for_imports()
         for spare in self._standby:
             if spare.is_ready:
                 self._standby.remove(spare)
@@ -259,11 +265,31 @@ class Spares:
             return await self._fork(self._zygote)
         return None
 
+    async def _wait_for_imports(self) -> None:
+        """The zygote is ahead of a worker that would begin with the same imports now, and a second
+        process that imports takes the cores from the first."""
+        imported = self._loop.create_future()
+        self._waiting.add(imported)
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await imported
+        except TimeoutError:
+            self._say(f"The warm spare still imports after {_PATIENCE_S:g} s.")
+        finally:
+            self._waiting.discard(imported)
+
+    def stop_waiting(self) -> None:
+        """Whoever waits for the zygote's imports goes on with what there is."""
+        for imported in self._waiting:
+            if not imported.done():
+                imported.set_result(None)
+
     def _drop_all(self) -> None:
         for spare in self._all():
             spare.end()
         self._standby.clear()
         self._zygote = None
+        self.stop_waiting()
         self._wait_for_quiet()
 
     def _wait_for_quiet(self) -> None:
@@ -306,6 +332,7 @@ class Spares:
         """Forks stand by ahead of time: the two forks that make one cost 10 to 20 ms with torch."""
         zygote = self._zygote = self._zygote or self._spawn(env)
         await self._teach(zygote)
+        self.stop_waiting()
         for spare in [s for s in self._standby if s.taught < zygote.taught]:
             self._standby.remove(spare)
             spare.end()
@@ -376,6 +403,7 @@ class Spares:
         """Whoever notices first tells it and ends it, be it the process or the conversation."""
         if spare is self._zygote:
             self._zygote = None
+            self.stop_waiting()
         elif spare in self._standby:
             self._standby.remove(spare)
         else:

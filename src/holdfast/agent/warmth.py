@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Being ready before one is needed: modules learned from the job, and the next round's store.
 
-What the workers of a job import is written down once, in the job's key-value store. A node that
-comes later loads the same modules before it lets a healthy world stop for it.
+What the workers of a job import is written down in the job's key-value store. A node that comes
+later loads the same modules before it lets a healthy world stop for it. A node that waits for a
+place from the start loads them as soon as they are known, and later what is learned after that.
 """
 
 import asyncio
+import math
+import secrets
 from collections.abc import Callable, Coroutine
 
 from holdfast.agent.group import Group, Program
@@ -17,9 +20,11 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.observe import Say
 
 MODULES_KEY = "holdfast/modules"
+"""All that is known; with a number at its end, a sign that the list of this number is there."""
 TORCH_STORE = "torch.distributed"
 """Who imports this will want a store."""
 
+RESTART = "ready for a fast restart"
 WARM_UP_S = 60.0
 """A node that is not warm by then takes part cold."""
 
@@ -46,6 +51,12 @@ class Warmth:
         self._say = say
         self._stores = StoreHost(processes, self._offer_store)
         self._published: tuple[str, ...] = ()
+        #: How many lists were published here, or seen from others.
+        self._lists = 0
+        #: The request that waits for the next list, while this node has no workers.
+        self._asked: int | None = None
+        self._session = secrets.token_hex(8)
+        self._requests = 0
         #: Whether everything is prepared for the round after the present one.
         self._is_ready = False
         #: Fires when the master waits for this node to become warm and it takes too long.
@@ -62,28 +73,38 @@ class Warmth:
         state = self._processes.spare_state
         return self._program.mode is not RunMode.COMMAND and state in ("none", "warming")
 
+    @property
+    def is_warm(self) -> bool | None:
+        """Whether a worker started now would find its modules loaded; None if none ever does."""
+        if self._program.mode is RunMode.COMMAND:
+            return None
+        return self._processes.spare_state in ("ready", "one-shot")
+
     def attached(self, welcome: m.Attached) -> None:
-        """A world exists already: learn from it what to load."""
-        if self._patience is None and self.is_cold:
+        """This node has no workers: learn what to load, now or as soon as it is known."""
+        if self._asked is None and self.is_cold:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(WARM_UP_S, self._warmed)
-            asked = m.KvGet(0, (MODULES_KEY,), 0.0 if welcome.round == 0 else 1.0)
-            self._stream.call(asked, self._modules_known)
+            if self._patience is None:
+                self._patience = loop.call_later(WARM_UP_S, self._warmed)
+            self._ask(0.0 if welcome.round == 0 else 1.0)
 
     def spares_ready(self, group: Group | None) -> None:
         """The spares are warm: say so, share what they know, prepare the next store."""
         self._warmed()
         if group is None:
+            self._ready("ready for a fast start")
             return
         names = self._processes.learned
         if group.run.group_rank == 0 and names != self._published:
             self._published = names
-            shared = m.KvSet(0, MODULES_KEY, "\n".join(names).encode())
+            self._lists += 1
+            keys = (MODULES_KEY, f"{MODULES_KEY}/{self._lists}")
+            shared = m.KvMultiSet(0, keys, ("\n".join(names).encode(), b""))
             self._stream.call(shared, lambda _: None)
         if TORCH_STORE in names:
             self._run(self._prepare_store(group.environment(0)))
         else:
-            self._ready()
+            self._ready(RESTART)
 
     async def _prepare_store(self, env: dict[str, str]) -> None:
         """Only a help: without it worker rank 0 serves the store, a little later."""
@@ -95,6 +116,7 @@ class Warmth:
     def round_begins(self, run: m.RunWorld) -> None:
         """Whatever was still being prepared, the workers start now."""
         self._warmed()
+        self._stop_asking()
         self._is_ready = False
         self._stores.round_begins(run.store_port)
 
@@ -103,12 +125,27 @@ class Warmth:
             self._patience.cancel()
         self._stores.close()
 
+    def _ask(self, timeout_s: float) -> None:
+        """For the list after the last one that was seen, and with it all that is known."""
+        asked = m.KvGet(0, (MODULES_KEY, f"{MODULES_KEY}/{self._lists + 1}"), timeout_s)
+        # With a session, so that the master forgets it when this node gets workers.
+        self._requests += 1
+        self._asked = self._stream.call(asked, self._modules_known, self._session, self._requests)
+
+    def _stop_asking(self) -> None:
+        if self._asked is not None:
+            self._stream.forget(self._asked)
+            self._asked = None
+
     def _modules_known(self, body: m.AnyMessage) -> None:
-        if self._patience is None:
-            return
+        self._asked = None
+        if isinstance(body, m.Refused) and body.kind == "timeout":
+            self._warmed()  # Nothing is known yet: no world has to wait for this node's imports.
+            self._ask(math.inf)
         if not isinstance(body, m.Values):
-            self._warmed()  # Nobody has learned anything yet: there is nothing to prepare.
             return
+        self._lists += 1
+        self._ask(math.inf)
         names = body.values[0].decode(errors="replace").split("\n")
         env = worker_environment(
             self._program.env, self._program.launch, _NO_WORLD, 0, error_file="", progress=""
@@ -122,10 +159,9 @@ class Warmth:
             self._stream.call(m.Warmed(), lambda _: None)
 
     def _offer_store(self, port: int) -> None:
-        answered = self._ready if port else lambda: None
-        self._stream.call(m.StoreOffered(port), lambda _: answered())
+        self._stream.call(m.StoreOffered(port), lambda _: self._ready(RESTART) if port else None)
 
-    def _ready(self) -> None:
+    def _ready(self, what: str) -> None:
         if not self._is_ready:
             self._is_ready = True
-            self._say("ready for a fast restart")
+            self._say(what)

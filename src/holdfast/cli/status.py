@@ -180,7 +180,7 @@ def _node_table(job: JobView) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("node rank", "node id", "incarnation", "workers"):
         table.add_column(heading, justify="right")
-    for heading in ("phase", "world", "host"):
+    for heading in ("phase", "world", "start", "host"):
         table.add_column(heading)
     for node in job.nodes[:NODES_SHOWN]:
         is_live = node.phase == "running"
@@ -191,6 +191,7 @@ def _node_table(job: JobView) -> Table:
             str(node.nproc),
             Text(plain(node.phase), style="" if is_live else "dim"),
             _part(node, job.world) if is_live else "",
+            {True: "warm", False: "cold", None: ""}[node.warm],
             Text(plain(node.host)),
         )
     return table

@@ -62,7 +62,8 @@ def _tell_of_worlds(event: Event) -> str:
             nodes, workers = _count(len(world.members), "node"), _count(world.size, "worker")
             return f"round {world.round}: {nodes}, {workers} ({event.reason})"
         case ev.WorldStarted():
-            return f"round {event.round}: all workers run ({event.how} start)"
+            others = f", {event.others}" if event.others else ""
+            return f"round {event.round}: all workers run ({event.how} start{others})"
         case ev.WorldBroken():
             return f"round {event.round} is over: {event.reason}"
         case ev.WorldDone():

@@ -31,6 +31,8 @@ class NodeView(Struct, frozen=True):
     incarnation: int = 0
     host: str = ""
     nproc: int = 0
+    warm: bool | None = None
+    """Whether its workers would start warm, by its last beat; None if nobody knows."""
 
 
 class IncidentView(Struct, frozen=True):

@@ -160,7 +160,7 @@ class WorkersStarted(Message, frozen=True):
     round: int
     store_port: int
     how: str
-    """"cold", "zygote" or "one-shot"."""
+    """"cold", "zygote" or "one-shot"; where they differ, how many started in which way."""
     took_s: float
     last_step_ago_s: float = -1.0
     """How long ago the last step of the round before finished here; -1 if none did."""
@@ -242,6 +242,8 @@ class Beat(Message, frozen=True):
     """None as long as there is nothing to tell."""
     saved_step: int = -1
     """The step that the script last gave to `Checkpointer.save`, -1 if none."""
+    warm: bool | None = None
+    """Whether workers started here now would find their modules loaded; None if they never do."""
 
 
 # ---- master to agent, pushed --------------------------------------------------------------------

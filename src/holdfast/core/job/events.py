@@ -319,6 +319,9 @@ class WorldStarted(Event):
 
     round: Round
     how: str
+    """How most nodes started theirs."""
+    others: str = ""
+    """Which nodes did it in another way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.AttachRequested, nodes)
     core.route(ev.NodeAbsent, liveness, rendezvous, sync, checkpoints, shards, hangs)
     core.route(ev.LeaveRequested, nodes)
-    core.route(ev.BeatReceived, liveness, progress, tallies, hangs)
+    core.route(ev.BeatReceived, liveness, nodes, progress, tallies, hangs)
     core.route(ev.StartReported, progress, rendezvous)
     core.route(ev.StoreOffered, rendezvous)
     core.route(ev.NodeWarmed, nodes, rendezvous)

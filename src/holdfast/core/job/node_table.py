@@ -51,6 +51,8 @@ class NodeState:
     replaces: NodeId = NOBODY
     #: Since when its rank has no agent, as long as it has none itself; -1: nobody knows.
     down_since_s: float = -1.0
+    #: Volatile, from its beats: whether its workers would start warm; None: nobody knows.
+    warm: bool | None = None
 
     def plan(self) -> rec.NodePlanned:
         """Its order."""
@@ -91,6 +93,7 @@ class NodeState:
             "relaunches": self.relaunches,
             "memory_mib": self.memory_mib,
             "message": self.message,
+            "warm": self.warm if self.phase is Phase.RUNNING else None,
         }
 
 

@@ -21,7 +21,7 @@ from holdfast.core.job.fleet import Fleet
 from holdfast.core.job.last_words import Loss
 from holdfast.core.job.lives import Lives
 from holdfast.core.job.node_table import NOBODY, NodeState, NodeTable
-from holdfast.core.kernel import Event, Outcome, Record, Tick
+from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
@@ -52,6 +52,10 @@ class Nodes:
         match event:
             case ev.AttachRequested():
                 self._attach(outcome, event, now)
+            case ev.BeatReceived():
+                if (node := self._table.nodes.get(event.node_id)) is not None:
+                    node.warm = event.beat.warm
+                return NOTHING
             case ev.NodeWarmed():
                 self._fleet.departures.make_room(outcome, self._table.nodes[event.node_id])
             case ev.NodeSilent():

@@ -18,6 +18,7 @@ The rules, in the order in which they are asked:
 A world is agreed once and pushed; whoever missed the push gets it again when it returns.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from holdfast.core.job import events as ev
@@ -35,6 +36,9 @@ from holdfast.protocol import messages as m
 GROW_AFTER_S = 1.0
 """A healthy world that could grow, but not to its maximum, waits this long for more to come."""
 
+OTHERS_NAMED = 8
+"""So many nodes that started in another way than most are named."""
+
 
 class Rendezvous:
     """The present world and those who stand ready for the next."""
@@ -43,7 +47,8 @@ class Rendezvous:
         self._rules: m.JobRules | None = None
         self._state = WorldState()
         self._muster = Muster()
-        self._started: set[NodeId] = set()
+        #: Whose workers of the present round run, and how they were started.
+        self._started: dict[NodeId, str] = {}
         #: The verdict on the present world is on its way, in this very step.
         self._hurt = False
         #: What the next world will be formed for.
@@ -188,9 +193,10 @@ class Rendezvous:
         if isinstance(event, ev.StartReported):
             self._muster.set_ports(event.node_id, store_port=event.report.store_port)
             if current:
-                self._started.add(event.node_id)
+                self._started[event.node_id] = event.report.how
                 if len(self._started) == len(self._state.index):
-                    outcome.facts.append(ev.WorldStarted(self._state.round, event.report.how))
+                    how = _how_started(self._state.world, self._started)
+                    outcome.facts.append(ev.WorldStarted(self._state.round, *how))
         elif isinstance(event, ev.DoneReported) and current:
             commit(self, outcome, rec.NodeDone(event.node_id, self._state.round))
             if len(self._state.done) == len(self._state.index):
@@ -292,6 +298,19 @@ def _found(state: WorldState, world: World) -> ev.WorldFound:
     done = not state.broken and len(state.done) == len(state.index)
     broken = bool(state.broken)
     return ev.WorldFound(world, state.breaks, done, broken, frozenset(state.done))
+
+
+def _how_started(world: World | None, started: dict[NodeId, str]) -> tuple[str, str]:
+    """How most nodes started their workers, and which did it in another way."""
+    assert world is not None
+    usual, _ = Counter(started.values()).most_common(1)[0]
+    others = [
+        f"{how} on node rank {member.node_rank}"
+        for member in world.members
+        if (how := started[member.node_id]) != usual
+    ]
+    more = [f"and {len(others) - OTHERS_NAMED} more"] if len(others) > OTHERS_NAMED else []
+    return usual, ", ".join([*others[:OTHERS_NAMED], *more])
 
 
 def _why_given_up(rules: m.JobRules, ready: int) -> str:
