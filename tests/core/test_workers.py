@@ -155,7 +155,39 @@ def test_workers_are_held_when_the_lease_runs_out_and_go_on_when_it_is_renewed()
     held = node.tell(Tick(), at=60.0)
     assert held[0] == ev.HoldWorkers()
     assert node.core.deadline() is None
-    assert node.tell(ev.LeaseRenewed(120.0), at=70.0)[0] == ev.ResumeWorkers()
+    renewed = node.tell(ev.LeaseRenewed(120.0), at=70.0)
+    assert renewed[:2] == [ev.KeepLease(120.0), ev.ResumeWorkers()], "the guardian is told first"
+
+
+def test_an_agent_that_stood_still_finds_its_workers_held_whatever_it_hears_first() -> None:
+    """The guardian has held them by then: a planned end is no gentle one any more."""
+    node = Node().running()
+    assert node.tell(ev.LeaseRenewed(60.0)) == [ev.KeepLease(60.0)]
+    assert node.tell(ev.LeaseRenewed(50.0)) == [], "a late answer does not shorten it"
+    told = node.tell(ev.WorldReceived(world(2, planned=True)), at=90.0)
+    assert told[0] == ev.HoldWorkers()
+    assert ev.EndWorkers(gently=False) in told
+
+    node = Node().running()
+    node.tell(ev.LeaseRenewed(60.0))
+    told = node.tell(ev.LeaseRenewed(120.0), at=90.0)
+    assert [one for one in told if not isinstance(one, ev.Tell)] == [
+        ev.HoldWorkers(),
+        ev.KeepLease(120.0),
+        ev.ResumeWorkers(),
+    ]
+
+
+def test_a_stop_by_the_guardian_is_no_stall() -> None:
+    """It may be seen a moment before the end of the lease, or after an agent stood still."""
+    for seen_at in (59.999, 60.0, 90.0):
+        node = Node().running()
+        node.tell(ev.LeaseRenewed(60.0))
+        node.tell(ev.WorkerStopped(0, 19), at=seen_at)
+        node.tell(Tick(), at=max(60.0, seen_at))
+        assert node.core.deadline() is None
+        node.tell(ev.LeaseRenewed(200.0), at=150.0)
+        assert node.core.deadline() == 200.0
 
 
 def test_a_node_without_workers_has_nothing_to_hold() -> None:

@@ -136,13 +136,23 @@ class Agent:
         self._events.put({"kind": "end"})
 
 
+def state(pid: int) -> str:
+    """As the kernel calls it: "T" is stopped; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    return state(pid) not in ("", "Z")
+
+
+def age_s(pid: int) -> float:
+    started_ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def read_progress(path: str) -> Progress:
@@ -180,6 +190,10 @@ class Program:
                 self._tasks.add(asyncio.create_task(self._start(**order)))
             case "signal_all":
                 self._processes.signal_all(order["signal"])
+            case "keep_lease":
+                until_s = asyncio.get_running_loop().time() + order["seconds"]
+                for _ in range(order.get("times", 1)):
+                    self._processes.keep_lease(until_s)
             case "kill_now":
                 self._processes.kill_now()
             case "stop":

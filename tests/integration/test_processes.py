@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.process_agent import TIMEOUT_S, Agent, Event, alive, read_progress
+from tests.integration.process_agent import (
+    TIMEOUT_S,
+    Agent,
+    Event,
+    age_s,
+    alive,
+    read_progress,
+    state,
+)
 from tests.waiting import until
 
 FOREVER = "import signal; print('up', flush=True); signal.pause()\n"
@@ -250,10 +258,6 @@ def test_stop_by_a_signal_is_seen_but_not_our_own(tmp_path: Path, loop: str) -> 
         assert agent.so_far("stopped") == agent.so_far("continued") == []
 
 
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def test_stop_asks_first_and_kills_what_does_not_listen(agent: Agent, tmp_path: Path) -> None:
     polite = write(
         tmp_path,
@@ -306,12 +310,6 @@ def test_guardian_is_replaced_when_it_dies(tmp_path: Path) -> None:
         until(lambda: set(children_of(agent.pid)) - known, TIMEOUT_S, "a new guardian")
         agent.kill()
         until(lambda: not any(map(alive, pids)), TIMEOUT_S, "everything to be gone")
-
-
-def age_s(pid: int) -> float:
-    started_ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    return uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def test_optimizer_steps_of_an_unmodified_script_are_counted(agent: Agent, tmp_path: Path) -> None:

@@ -211,6 +211,8 @@ class Agent:
                 self._report(command.body)
             case ev.Flush():
                 self._run(self._flush())
+            case ev.KeepLease():
+                self._processes.keep_lease(command.until)
             case ev.HoldWorkers():
                 self._processes.signal_all(signal.SIGSTOP)
             case ev.ResumeWorkers():

@@ -8,6 +8,7 @@ parent is reaped too, and only that: children started by other code are never to
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -131,6 +132,8 @@ class Brood:
         self._say = say
         self._live: dict[int, Child] = {}
         self._dying: set[int] = set()
+        self._leased: set[int] = set()
+        self._lease_until = math.inf
         self._departures: list[asyncio.Future[None]] = []
         self._mark = f"{os.getpid()}-{os.urandom(8).hex()}"
         linux.become_subreaper()
@@ -162,6 +165,16 @@ class Brood:
         self._guard.hold(pid)
         self._live[pid] = child
         return child
+
+    def lease(self, child: Child) -> None:
+        """It may run only as long as the lease does."""
+        self._leased.add(child.pid)
+        self._guard.lease(child.pid)
+
+    def keep_lease(self, until: float) -> None:
+        """Until then (loop time, which is monotonic) leased children may run."""
+        self._lease_until = until
+        self._guard.keep_lease(until)
 
     def kill_strays(self) -> None:
         """Kill descendants of ended workers that have left their group. Only in a quiet moment: a
@@ -225,6 +238,7 @@ class Brood:
                     pass
             if not _signal_group(group, 0):
                 self._dying.remove(group)
+                self._leased.discard(group)
                 self._guard.release(group)
         for departure in self._departures:
             if not departure.done():
@@ -247,11 +261,16 @@ class Brood:
         pipe, self_end = os.pipe()
         pid = spawn(guardian.command(sys.executable, self._mark), self._base_env, stdin=pipe)
         os.close(pipe)
-        self._guard = guardian.Guardian(self_end)
+        child = Child(pid, lambda _child: None, self._guardian_ended)
+        # One that does not read, because it was stopped itself, is ended and replaced.
+        self._guard = guardian.Guardian(self_end, lambda: child.signal_group(signal.SIGKILL))
         self._guard_since = self._loop.time()
-        self._guard_child = Child(pid, lambda _child: None, self._guardian_ended)
+        self._guard_child = child
+        self._guard.keep_lease(self._lease_until)
         for group in (*self._live, *self._dying):
             self._guard.hold(group)
+        for group in self._leased:
+            self._guard.lease(group)
 
     def _guardian_ended(self, _status: Status) -> None:
         if self._loop.time() - self._guard_since < _GUARDIAN_LIFE_MIN_S:

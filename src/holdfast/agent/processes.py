@@ -7,6 +7,7 @@ imports through sockets. Nothing polls.
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -159,6 +160,7 @@ class Processes:
         self._starting = 0
         self._most_workers = 0
         self._kills = 0
+        self._lease_until, self._grace_until = math.inf, -math.inf
         self._brood = Brood(base_env=base_env, is_quiet=self._is_quiet, say=say)
         self._spares = Spares(
             brood=self._brood,
@@ -206,6 +208,7 @@ class Processes:
         self._workers[worker.pid] = worker
         self._lines[worker.pid] = line
         self._most_workers = max(self._most_workers, len(self._workers))
+        self._brood.lease(child)
         if self._kills != kills:
             child.signal_group(signal.SIGKILL)  # Everything was to end while this one started.
         line.give_the_word()
@@ -229,6 +232,16 @@ class Processes:
         line.give_the_word()
         return service
 
+    def keep_lease(self, until: float) -> None:
+        """Until then (loop time) the workers may run; after it the guardian holds them still, even
+        if this process stands still."""
+        self._lease_until = until
+        self._tell_lease()
+
+    def _tell_lease(self) -> None:
+        # Workers that were asked to end get their grace, as they do from the agent.
+        self._brood.keep_lease(max(self._lease_until, self._grace_until))
+
     def signal_all(self, sig: int) -> None:
         for worker in self._workers.values():
             if sig == signal.SIGSTOP:
@@ -241,6 +254,9 @@ class Processes:
         self._kills += 1
         self._spares.stop_waiting()
         children = [worker.child for worker in self._workers.values()]
+        if grace_s > 0:
+            self._grace_until = self._loop.time() + grace_s
+            self._tell_lease()
         for child in children:
             child.signal_group(signal.SIGTERM)
             child.signal_group(signal.SIGCONT)  # A stopped process could not act on SIGTERM.

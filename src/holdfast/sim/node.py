@@ -4,7 +4,7 @@
 It does what agent/agent.py and agent/pulse.py do with the commands of the core.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from holdfast.core.job.admission import rules_of
@@ -13,7 +13,8 @@ from holdfast.core.node import events as ev
 from holdfast.core.node.workers import Workers
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointPush
-from holdfast.sim.clock import Task, Timer
+from holdfast.sim.clock import Clock, Task, Timer
+from holdfast.sim.network import DOWN, UP
 from holdfast.sim.stage import Stage
 from holdfast.sim.stream import Stream
 from holdfast.sim.vault import Memory, Vault
@@ -22,6 +23,32 @@ from holdfast.sim.worker import Worker
 FAREWELL_S = 2.0
 GRACE_S = 1.0
 """How long workers may take to act on SIGTERM."""
+
+
+class Guardian:
+    """Holds the workers of an agent still when their lease is over, as agent/guardian.py does."""
+
+    def __init__(self, clock: Clock, workers: Callable[[], Iterable[Worker]]) -> None:
+        self._clock = clock
+        self._workers = workers
+        self._timer: Timer | None = None
+        self.is_holding = False
+
+    def keep_lease(self, until: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._hold(is_held=False)
+        self._timer = self._clock.at(until, lambda: self._hold(is_held=True))
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _hold(self, *, is_held: bool) -> None:
+        if is_held != self.is_holding:
+            self.is_holding = is_held
+            for worker in self._workers():
+                worker.hold(is_held=is_held)
 
 
 class Agent:
@@ -54,6 +81,12 @@ class Agent:
         self._tasks: list[Task] = []
         self.workers: dict[int, Worker] = {}
         self.is_held = False
+        self.guardian = Guardian(stage.clock, lambda: self.workers.values())
+        #: What it will hear when it goes on; None while it does.
+        self._unheard: list[Event] | None = None
+        self.awake = stage.clock.promise()
+        """Kept as long as it does not stand still."""
+        self.awake.keep(None)
         self._unreported = 0
         self._all_reported = stage.clock.promise()
         self.vault = Vault(self)
@@ -63,6 +96,9 @@ class Agent:
 
     def feed(self, event: Event) -> None:
         if not self.is_alive:
+            return
+        if self._unheard is not None:
+            self._unheard.append(event)
             return
         for command in self._core.handle(event, self.stage.clock.now).commands:
             self._execute(command)
@@ -86,6 +122,8 @@ class Agent:
                 self._report(command.body)
             case ev.Flush():
                 self.spawn(self._flush())
+            case ev.KeepLease():
+                self.guardian.keep_lease(command.until)
             case ev.HoldWorkers() | ev.ResumeWorkers():
                 self.is_held = isinstance(command, ev.HoldWorkers)
                 for worker in self.workers.values():
@@ -106,9 +144,11 @@ class Agent:
         self.vault.begin_round(run)
         began = self.stage.clock.now
         await self.stage.clock.pause(self.rng.choice((0.1, 0.3, 2.0)) * self.rng.uniform(0.5, 1.5))
+        await self.awake
         self.is_held = False
         for local_rank in range(self.stage.scenario.nproc):
-            self.workers[local_rank] = Worker(self, run, local_rank)
+            worker = self.workers[local_rank] = Worker(self, run, local_rank)
+            worker.hold(is_held=self.guardian.is_holding)
         took_s = self.stage.clock.now - began
         started = frozenset(self.workers)
         self.feed(ev.StartFinished(run.round, started, "zygote", took_s, ""))
@@ -181,6 +221,9 @@ class Agent:
 
     def _beat(self) -> None:
         assert self._welcome is not None
+        if self._unheard is not None:
+            self._arm_beat()
+            return
         sent_at, lease_s = self.stage.clock.now, self._welcome.lease_s
 
         def answered(body: m.AnyMessage) -> None:
@@ -232,6 +275,25 @@ class Agent:
         """SIGTERM."""
         self.feed(ev.ShutdownRequested("it was told to go", 143, self.vault.persister.has_unsaved))
 
+    def stand_still(self, seconds: float) -> None:
+        """SIGSTOP to the agent alone: its workers go on. What is sent to it waits for it."""
+        if self._unheard is None:
+            self.note("stands still")
+            self._unheard = []
+            self.awake = self.stage.clock.promise()
+            self.stage.network.partition(self.place, (UP, DOWN), seconds)
+            self.stage.clock.after(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        self.note("goes on")
+        unheard, self._unheard = self._unheard or [], None
+        # What had come from elsewhere and what its timers say are heard in any order.
+        if self.rng.random() < 0.5:
+            unheard.sort(key=lambda event: isinstance(event, Tick))
+        for event in unheard:
+            self.feed(event)
+        self.awake.keep(None)
+
     def kill(self) -> None:
         """SIGKILL: its workers go with it, what is in memory stays on the machine."""
         if self.is_alive:
@@ -258,6 +320,7 @@ class Agent:
         self.is_alive = False
         if self.stage.agents.get(self.node_id) is self:
             del self.stage.agents[self.node_id]
+        self.guardian.end()
         for timer in (self._timer, self._beat_timer):
             if timer is not None:
                 timer.cancel()

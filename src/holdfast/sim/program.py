@@ -124,6 +124,7 @@ class ModelledProcesses(Processes):
         self._on_continued = on_continued
         self._running: dict[int, ModelledWorker] = {}
         self._ends = 0
+        self._lease: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -159,6 +160,18 @@ class ModelledProcesses(Processes):
                 worker.hold("agent")
             else:
                 worker.go_on("agent")
+
+    def keep_lease(self, until: float) -> None:
+        """As the guardian does it."""
+        if self._lease is not None:
+            self._lease.cancel()
+        for worker in self.workers:
+            worker.go_on("guardian")
+        self._lease = self._loop.call_at(until, self._lease_ends)
+
+    def _lease_ends(self) -> None:
+        for worker in self.workers:
+            worker.hold("guardian")
 
     def stop_one(self, worker: ModelledWorker, seconds: float) -> None:
         """Somebody else stops a worker, and lets it go on later."""

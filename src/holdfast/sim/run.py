@@ -221,6 +221,9 @@ class Simulation:
                 # Its spares stay: they could take its place while it still computes.
                 for place in [p for p in sorted(self._agents) if self._agents[p].workers]:
                     self.stage.network.partition(place, (UP, DOWN), seconds)
+            case "stop_agents":
+                for place in [p for p in sorted(self._agents) if self._agents[p].workers]:
+                    self._agents[place].stand_still(seconds)
             case _ if self._agents:
                 agents = [self._agents[place] for place in sorted(self._agents)]
                 self._break_node(agents[fault.target % len(agents)], fault)

@@ -21,6 +21,9 @@ OF_NETWORK = ("partition", "partition_up", "partition_down")
 OF_MANY = ("cut_rack", "cut_world", "shrink_quota")
 OF_MASTER = ("kill_master", "slow_disk", "full_disk")
 OF_OTHERS = ("break_storage", "fail_launch", "slow_launches")
+STILL = "stop_agents"
+"""The agents of the world stand still, its workers do not: some seeds have that besides."""
+
 KINDS = OF_WORKERS + OF_NODES + OF_STREAMS + OF_NETWORK + OF_MANY + OF_MASTER + OF_OTHERS
 """What seeds draw."""
 
@@ -208,7 +211,8 @@ def from_seed(seed: int) -> Scenario:
         near = rng.choice(faults).at if faults and rng.random() < 0.5 else None
         faults.append(_fault(rng, rng.choice(kinds), near, scenario.length_s(), moments))
     faults.sort(key=lambda fault: fault.at)
-    return _with_a_lie(replace(scenario, faults=_within_budget(scenario, faults)))
+    scenario = replace(scenario, faults=_within_budget(scenario, faults))
+    return _with_still_agents(_with_a_lie(scenario))
 
 
 def _with_a_lie(scenario: Scenario) -> Scenario:
@@ -218,6 +222,19 @@ def _with_a_lie(scenario: Scenario) -> Scenario:
         return scenario
     lie = Fault(round(rng.uniform(0.0, scenario.length_s()), 3), LIE, 0, rng.choice((0.5, 3.0)))
     return replace(scenario, faults=(*scenario.faults, lie))
+
+
+def _with_still_agents(scenario: Scenario) -> Scenario:
+    """In some seeds agents stand still, mostly for longer than the lease. A worker that saves or
+    reads data waits for its agent: in half of them none does."""
+    rng = Random(f"still {scenario.seed}")
+    if rng.random() >= 0.15:
+        return scenario
+    if rng.random() < 0.5:
+        scenario = replace(scenario, save_every=1000, samples=0, grows=False)
+    at, lasting = rng.uniform(0.0, scenario.length_s()), rng.choice((3.0, 60.0, 60.0))
+    still = Fault(round(at, 3), STILL, 0, lasting, rng.choice(("", "", "world", "restore")))
+    return replace(scenario, faults=(*scenario.faults, still))
 
 
 def _with_temper(rng: Random, scenario: Scenario) -> Scenario:

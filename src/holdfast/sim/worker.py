@@ -68,7 +68,7 @@ class Worker:
         self._clock.after(seconds, self._go_on)
 
     def _go_on(self) -> None:
-        if self._is_alive and not self._agent.is_held:
+        if self._is_alive and not self._agent.is_held and not self._agent.guardian.is_holding:
             self.hold(is_held=False)
             self._agent.feed(WorkerContinued(self.local_rank))
 
@@ -152,6 +152,7 @@ class Worker:
             ask = c.RestoreAsk(
                 DIRECTORY, self.round, self.local_rank, prepared, problem=problem, tried=tried
             )
+            await self._agent.awake
             plan = await self._agent.vault.restore(ask)
             await self._going
             if isinstance(plan, RejectedError):
@@ -179,6 +180,7 @@ class Worker:
         own = [rank_part(self.rank)]
         for part in [SHARED, *own] if scenario.shared and self.local_rank == 0 else own:
             await self._clock.pause(self._agent.rng.uniform(0.001, 0.1))
+            await self._agent.awake
             await self._going
             of_rank = marks if part != SHARED else None
             vault.sealed(version, shape, part, persist=persist, marks=of_rank)

@@ -50,7 +50,8 @@ class WorkerExited(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerStopped(Event):
-    """A signal that was not ours stopped a worker."""
+    """A signal that the agent did not send stopped a worker; at the end of the lease it may be the
+    guardian's."""
 
     local_rank: int
     signal: int
@@ -118,6 +119,14 @@ class EndWorkers(Command):
     """End every worker: at once, or with the grace that SIGTERM gives."""
 
     gently: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLease(Command):
+    """Until then the workers may compute. The guardian holds them still after it, so that they do
+    not go on while this agent stands still."""
+
+    until: float
 
 
 @dataclass(frozen=True, slots=True)

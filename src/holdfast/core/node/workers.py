@@ -57,6 +57,12 @@ class Workers:
         return self._exit is not None
 
     def handle(self, event: Event, now: float) -> Outcome:
+        # An agent that stood still has missed the end of its lease, whatever it hears first then.
+        outcome = self._hold_if_due(now)
+        outcome.add(self._decide(event, now))
+        return outcome
+
+    def _decide(self, event: Event, now: float) -> Outcome:
         match event:
             case ev.WorldReceived():
                 return self._world(event.run)
@@ -66,7 +72,7 @@ class Workers:
                 return self._started(event)
             case ev.WorkerExited():
                 return self._exited_one(event)
-            case ev.WorkerStopped():
+            case ev.WorkerStopped() if not self._is_held:
                 self._stopped[event.local_rank] = now + STOPPED_S
             case ev.WorkerContinued():
                 self._stopped.pop(event.local_rank, None)
@@ -219,21 +225,31 @@ class Workers:
 
     def _renew(self, until: float, now: float) -> Outcome:
         # An answer may have been under way for long: it vouches for the time that it names.
-        self._lease_until = max(until, self._lease_until or until)
-        if not self._is_held or self._lease_until <= now:
+        if self._lease_until is not None and until <= self._lease_until:
             return NOTHING
-        self._is_held = False
-        return Outcome(
-            commands=[ev.ResumeWorkers(), ev.Tell("the master answers again: the workers go on")]
-        )
+        self._lease_until = until
+        if until <= now:
+            return NOTHING
+        # The guardian first: it must know until when, before anything goes on.
+        outcome = Outcome(commands=[ev.KeepLease(until)])
+        if self._is_held:
+            self._is_held = False
+            text = "the master answers again: the workers go on"
+            outcome.commands.extend((ev.ResumeWorkers(), ev.Tell(text)))
+        return outcome
 
-    def _tick(self, now: float) -> Outcome:
+    def _hold_if_due(self, now: float) -> Outcome:
         outcome = Outcome()
         holds_at = self._holds_at()
         if holds_at is not None and holds_at <= now:
             self._is_held = True
+            self._stopped.clear()  # They were the guardian's, or will go on with the others.
             text = "the master has not answered for the whole lease: the workers are held still"
             outcome.commands.extend((ev.HoldWorkers(), ev.Tell(text)))
+        return outcome
+
+    def _tick(self, now: float) -> Outcome:
+        outcome = Outcome()
         for local_rank, at in list(self._stopped.items()):
             if at <= now and not self._is_ending and self._run is not None:
                 message = f"was stopped by a signal and did not continue within {STOPPED_S:g} s"
