@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import uvloop
 
+from holdfast.agent.children import leave_alone
 from holdfast.agent.processes import Processes, RunMode, WorkerOrder
 from holdfast.worker.progress import Progress, ProgressCell
 from tests.waiting import until
@@ -194,6 +195,13 @@ class Program:
                 until_s = asyncio.get_running_loop().time() + order["seconds"]
                 for _ in range(order.get("times", 1)):
                     self._processes.keep_lease(until_s)
+            case "other_children":
+                sleep = ("sleep", "1000")
+                inside, outside = (
+                    subprocess.Popen(sleep, start_new_session=own) for own in (False, True)
+                )
+                leave_alone(outside.pid)
+                emit("others", pids=[inside.pid, outside.pid])
             case "kill_now":
                 self._processes.kill_now()
             case "stop":

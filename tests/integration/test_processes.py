@@ -299,6 +299,67 @@ def test_nothing_survives_an_agent_killed_by_sigkill(tmp_path: Path) -> None:
         until(lambda: not any(map(alive, pids)), TIMEOUT_S, "everything to be gone")
 
 
+# In a session of its own, with another parent, and without a trace in its environment.
+HIDDEN = "env -i setsid sh -c 'sleep 1000 & echo $!; sleep 1000 & echo $!' >&1"
+
+
+def start_hidden(agent: Agent, more: str = "wait; sleep 1000") -> tuple[Event, list[int]]:
+    """A worker, and processes that nothing but their parent or cgroup tells to be its own."""
+    started = agent.start("sh", "-c", f"{HIDDEN}; {more}", mode="command")
+    return started, [int(pid) for pid in wait_for_output(started, lines=2)]
+
+
+def test_a_child_with_a_clean_environment_in_its_own_session_goes_with_its_worker(
+    agent: Agent,
+) -> None:
+    started, hidden = start_hidden(agent, "exit 0")
+    assert agent.wait("exit", pid=started["pid"])["code"] == 0
+    until(lambda: not any(map(alive, hidden)), TIMEOUT_S, "the hidden children to be gone")
+    until(lambda: len(children_of(agent.pid)) == 1, TIMEOUT_S, "zombies to be reaped")
+
+
+def test_children_of_other_code_are_left_alone(agent: Agent) -> None:
+    """Those in the agent's own session, and those that it was told of."""
+    agent.send("other_children")
+    others = agent.wait("others")["pids"]
+    _, hidden = start_hidden(agent, "exit 0")
+    until(lambda: not any(map(alive, hidden)), TIMEOUT_S, "the hidden children to be gone")
+    assert all(map(alive, others))
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+
+
+def cgroup_of(pid: int) -> str:
+    """Where everything that an agent has started is, if a cgroup could be made."""
+    lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    return next(line for line in lines if line.startswith("0::"))
+
+
+@pytest.mark.parametrize("with_guardian", [False, True])
+def test_nothing_hidden_survives_an_agent_killed_by_sigkill(
+    tmp_path: Path, with_guardian: bool
+) -> None:
+    """Also if its guardian is killed in the same instant."""
+    with Agent(tmp_path, spares=False) as agent:
+        started, pids = start_hidden(agent)
+        seen = agent.start("sh", "-c", "setsid sleep 1000 & echo $!; wait", mode="command")
+        others = [started["pid"], seen["pid"], int(wait_for_output(seen)[0])]
+        has_cgroup = "/holdfast-" in cgroup_of(started["pid"])
+        if with_guardian:
+            (guardian,) = set(map(int, children_of(agent.pid))) - {*others, *pids}
+            others += map(int, children_of(guardian))
+            os.kill(agent.pid, signal.SIGSTOP)  # So that it cannot start another one.
+            os.kill(guardian, signal.SIGKILL)
+        agent.kill()
+        until(lambda: not any(map(alive, others)), TIMEOUT_S, "everything to be gone")
+        if has_cgroup:
+            until(lambda: not any(map(alive, pids)), TIMEOUT_S, "what is hidden to be gone")
+    if not has_cgroup:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        pytest.skip("no cgroup can be made here: see docs/guarantees.md")
+
+
 def test_guardian_is_replaced_when_it_dies(tmp_path: Path) -> None:
     with Agent(tmp_path, spares=False) as agent:
         started = agent.start("sh", "-c", "setsid sleep 1000 & echo $!; wait", mode="command")

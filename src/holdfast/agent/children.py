@@ -3,7 +3,8 @@
 
 Each child leads its own session and process group. Its end wakes the event loop through a pidfd;
 its group is killed with it; whatever the kernel hands to the agent because a descendant lost its
-parent is reaped too, and only that: children started by other code are never touched.
+parent is reaped too, and only that: children started by other code are never touched. Those have
+this process's session, or are named to `leave_alone`; every other child is what a worker left.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from holdfast.agent import guardian
+from holdfast.agent import cgroups, guardian
 from holdfast.worker import linux
 
 Status: TypeAlias = os.waitid_result
@@ -115,6 +116,14 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
+_left_alone: set[int] = set()
+
+
+def leave_alone(pid: int) -> None:
+    """A child of this process in a session of its own that no agent answers for."""
+    _left_alone.add(pid)
+
+
 class Brood:
     """Everything the agent has started: live groups, dying groups, and the guardian over them."""
 
@@ -136,6 +145,9 @@ class Brood:
         self._lease_until = math.inf
         self._departures: list[asyncio.Future[None]] = []
         self._mark = f"{os.getpid()}-{os.urandom(8).hex()}"
+        for pid in _children_of_this_process():
+            leave_alone(pid)
+        self._cgroup = cgroups.make(f"holdfast-{self._mark}")
         linux.become_subreaper()
         _keep_descriptors_private()
         self._start_guardian()
@@ -154,6 +166,8 @@ class Brood:
     ) -> Child:
         marked = self.marked(env)
         pid = spawn(argv, marked, stdout=stdout, stderr=stderr, inherit=inherit)
+        if self._cgroup:
+            cgroups.join(self._cgroup, pid)
         return self.adopt(pid, on_exit)
 
     def marked(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -177,8 +191,8 @@ class Brood:
         self._guard.keep_lease(until)
 
     def kill_strays(self) -> None:
-        """Kill descendants of ended workers that have left their group. Only in a quiet moment: a
-        stray carries the agent's mark, not its worker's, and may belong to one that lives."""
+        """Kill descendants of ended workers that have left their group. Only in a quiet moment:
+        whose worker's a stray was is not known, and that one may live."""
         if not self._is_quiet():
             return
         for pid in _children_of_this_process():
@@ -207,7 +221,9 @@ class Brood:
             child.signal_group(signal.SIGKILL)
         await self.wait_gone(list(self._live.values()), timeout_s)
         self.kill_strays()
-        await self.wait_gone(list(self._live.values()), timeout_s)
+        # What a stray leaves behind is killed when it has ended.
+        while self._live and await self.wait_gone(list(self._live.values()), timeout_s):
+            pass
         guard_gone = asyncio.Event()
         self._guard_child.on_exit = lambda _status: guard_gone.set()
         self._guard.close()
@@ -249,17 +265,19 @@ class Brood:
         try:
             if os.getpgid(pid) in self._dying:
                 return False  # Killed already, and reaped with its group.
-            session = os.getsid(pid)
+            # A worker has its own session, and nothing that it starts can get into this one.
+            return pid not in _left_alone and os.getsid(pid) != os.getsid(0)
         except ProcessLookupError:
             return False
-        return session in self._dying or guardian.carries_mark(pid, self._mark)
 
     def _stray_ended(self, _status: Status) -> None:
         self.kill_strays()
 
     def _start_guardian(self) -> None:
         pipe, self_end = os.pipe()
-        pid = spawn(guardian.command(sys.executable, self._mark), self._base_env, stdin=pipe)
+        pid = spawn(
+            guardian.command(sys.executable, self._mark, self._cgroup), self._base_env, stdin=pipe
+        )
         os.close(pipe)
         child = Child(pid, lambda _child: None, self._guardian_ended)
         # One that does not read, because it was stopped itself, is ended and replaced.

@@ -4,8 +4,9 @@
 A separate process that reads from a pipe which only the agent can write to. When the pipe closes,
 the agent is gone, and every process group it was still responsible for is killed. When the lease of
 its workers ends and the agent has not told of a longer one, be it that the master does not answer
-or that the agent itself stands still, the workers are held still until it does. It is run by its
-path in an isolated interpreter, so this file imports nothing but the standard library.
+or that the agent itself stands still, the workers are held still until it does. A second process
+does the same if agent and guardian are killed at once. It is run by its path in an isolated
+interpreter, so this file imports nothing but the standard library.
 """
 
 import contextlib
@@ -22,6 +23,9 @@ MARK = "HOLDFAST_KEPT_BY"
 
 _SWEEPS_MAX = 10
 _READ_BYTES = 64 * 1024
+_GONE_S = 5.0
+"""How long the second waits for the agent's death after the guardian's, and both for the end of
+what they have killed."""
 
 
 class Guardian:
@@ -62,9 +66,11 @@ class Guardian:
             self._on_deaf()
 
 
-def command(executable: str, mark: str) -> list[str]:
-    """How to start a guardian; it reads from its standard input."""
-    return [executable, "-I", "-S", os.path.abspath(__file__), mark]
+def command(executable: str, mark: str, cgroup: str) -> list[str]:
+    """How to start a guardian of this process; it reads from its standard input. `cgroup` is the
+    folder of the group that all is in, empty if there is none."""
+    path, agent = os.path.abspath(__file__), str(os.getpid())
+    return [executable, "-I", "-S", path, mark, cgroup, agent]
 
 
 def carries_mark(pid: int, mark: str) -> bool:
@@ -111,19 +117,85 @@ class _Wards:
         return left_s if self._leased and left_s < math.inf else None
 
 
-def _watch(pipe: int) -> set[int]:
-    """The groups that are held when the pipe closes."""
+def _watch(pipe: int, second: "_Second | None") -> set[int]:
+    """The groups that are held when the pipe closes; a second is told all that is heard."""
     wards, rest = _Wards(), b""
     os.set_blocking(pipe, False)
     while True:
         # All that was told is heard first: the lease may be longer by now.
         with contextlib.suppress(BlockingIOError):
             while data := os.read(pipe, _READ_BYTES):
+                if second is not None:
+                    second.tell(data)
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     wards.hear(line.decode())
             return wards.groups
-        select.select([pipe], [], [], wards.keep_still())
+        # The second does not act on the lease: the first does, or its agent replaces it.
+        pause_s = wards.keep_still() if second is not None else None
+        select.select([pipe], [], [], pause_s)
+
+
+class _Second:
+    """The guardian's own end of the pipe to a second one, which acts if both others are killed."""
+
+    def __init__(self, mark: str, cgroup: str, agent: int) -> None:
+        theirs, self._pipe = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.close(self._pipe)
+                os.dup2(theirs, sys.stdin.fileno())
+                _stand_by(mark, cgroup, agent)
+            finally:
+                os._exit(0)
+        os.close(theirs)
+        os.set_blocking(self._pipe, False)
+
+    def tell(self, data: bytes) -> None:
+        # One that stands still, or is gone, is of no use, and must not keep the first one waiting.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._pipe, data)
+
+    def end(self) -> None:
+        """All is done, nothing is left for it."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+def _stand_by(mark: str, cgroup: str, agent: int) -> None:
+    try:
+        agents_end = os.pidfd_open(agent)
+    except ProcessLookupError:
+        agents_end = -1
+    groups = _watch(sys.stdin.fileno(), None)
+    # An agent that lives has started another guardian by now.
+    if agents_end < 0 or select.select([agents_end], [], [], _GONE_S)[0]:
+        _end_all(groups, mark, cgroup)
+
+
+def _end_all(groups: set[int], mark: str, cgroup: str) -> None:
+    for group in groups:
+        _signal_group(group, signal.SIGKILL)
+    if cgroup:
+        with contextlib.suppress(OSError):
+            _end_cgroup(cgroup)
+    # Twice without a find: what is being forked during one pass is seen by the next.
+    for _ in range(_SWEEPS_MAX):
+        if not _sweep(mark) and not _sweep(mark):
+            return
+
+
+def _end_cgroup(folder: str) -> None:
+    with open(f"{folder}/cgroup.kill", "w") as kill:
+        kill.write("1")
+    events = os.open(f"{folder}/cgroup.events", os.O_RDONLY)
+    changed = select.poll()
+    changed.register(events, select.POLLPRI)
+    by = time.monotonic() + _GONE_S
+    while b"populated 0" not in os.pread(events, 1024, 0) and time.monotonic() < by:
+        changed.poll(1000 * (by - time.monotonic()))
+    os.rmdir(folder)
 
 
 def _signal_group(group: int, number: int) -> None:
@@ -142,16 +214,13 @@ def _sweep(mark: str) -> bool:
     return found
 
 
-def main(mark: str) -> None:
+def main(mark: str, cgroup: str, agent: int) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    for group in _watch(sys.stdin.fileno()):
-        _signal_group(group, signal.SIGKILL)
-    # Twice without a find: what is being forked during one pass is seen by the next.
-    for _ in range(_SWEEPS_MAX):
-        if not _sweep(mark) and not _sweep(mark):
-            return
+    second = _Second(mark, cgroup, agent)
+    _end_all(_watch(sys.stdin.fileno(), second), mark, cgroup)
+    second.end()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

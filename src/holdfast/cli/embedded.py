@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.agent.children import leave_alone
 from holdfast.agent.network import ReservedPort
 from holdfast.agent.output import Stream
 from holdfast.cli.console import Console
@@ -83,6 +84,7 @@ class EmbeddedMaster:
                 # A Ctrl-C is for the launcher, which then ends the job in order.
                 start_new_session=True,
             )
+            leave_alone(self._process.pid)
             code = await _ended(self._process)
             if code >= 0 or self._is_stopping:
                 return code
