@@ -60,6 +60,8 @@ QUOTED = {
     "c": "dlrover 64.0 s, torchft 5.77 s",
     "d": "dlrover 10.9 s, torchft 6.3 s",
     "e": "-",
+    "f": "-",
+    "g": "-",
 }
 
 
@@ -69,7 +71,15 @@ SCENARIOS = (
     Scenario("c", "1:2 nodes, node 1 killed", "1:2", 2, 1, "node", least_ratio=40),
     Scenario("d", "1:2 nodes, node 1 back after 1 s", "1:2", 2, 1, "node", True, least_ratio=10),
     Scenario("e", "2 nodes x 1, master killed, back after 2 s", "2", 2, 1, "master"),
+    Scenario("f", "1 node x 2, killed 1 s after step 40", "1", 1, 2, "worker", is_early=True),
+    Scenario("g", "2 nodes and a spare, node 1 killed", "2", 2, 1, "node", spares=1),
 )
+NOT_REPLACED = "c"
+EARLY_RUNS = 7
+EARLY_EXTRA_S = 0.3
+"""What an early kill may cost more than under torchrun, in scenario f."""
+SPARE_EXTRA_S = 0.15
+"""What a node with a spare may cost more than one that is not replaced, in scenario g."""
 
 
 @dataclass(slots=True)
@@ -94,10 +104,12 @@ def kill_worker(job: Job) -> float:
 
 def kill_node(job: Job) -> float:
     """Holdfast's agent alone is killed, since its worker must not outlive it; torchrun's would."""
-    at = job.nodes[1].kill()
+    # With a spare any two of three nodes may have come first.
+    victim = max(int(steps[-1].node) for steps in job.live_steps().values())
+    at = job.nodes[victim].kill()
     if job.launcher != HOLDFAST:
         for pid, steps in job.live_steps().items():
-            if steps[-1].node == "1":
+            if steps[-1].node == str(victim):
                 os.kill(pid, signal.SIGKILL)
     return at
 
@@ -127,7 +139,10 @@ def stages_after(job: Job, killed_at: float) -> dict[str, float]:
 
 
 def measure_recovery(job: Job) -> Run:
-    job.wait_warm()
+    if job.scenario.is_early:
+        job.wait_early()
+    else:
+        job.wait_warm()
     killed_at = kill_node(job) if job.scenario.kills == "node" else kill_worker(job)
     if job.scenario.returns:
         time.sleep(max(0.0, killed_at + RETURN_AFTER_S - time.monotonic()))
@@ -213,10 +228,11 @@ def _one_line(run: Run) -> str:
 
 
 def launchers_for(scenario: Scenario, only: str | None) -> list[str]:
-    """Who takes part: only Holdfast has a master; torchrun cannot shrink in the default's 30 s."""
+    """Who takes part: only Holdfast has a master and spares; torchrun cannot shrink in the
+    default's 30 s."""
     able = {
-        "worker": LAUNCHERS,
-        "node": (TORCHRUN, HOLDFAST),
+        "worker": (TORCHRUN, HOLDFAST) if scenario.is_early else LAUNCHERS,
+        "node": (HOLDFAST,) if scenario.spares else (TORCHRUN, HOLDFAST),
         "master": (HOLDFAST,),
     }[scenario.kills]
     return [launcher for launcher in able if only in (None, launcher)]
@@ -279,6 +295,9 @@ def bars_of(results: Results) -> list[Bar]:
         runs = results.get(scenario.key)
         if runs is None:
             continue
+        if scenario.is_early or scenario.spares:
+            bars.append(extra_of(scenario, results))
+            continue
         if scenario.kills != "master":
             name = f"({scenario.key}) {scenario.title}: times faster than torchrun"
             bars.append(Bar(name, ratio_of(runs, "step"), scenario.least_ratio, at_least=True))
@@ -293,6 +312,21 @@ def bars_of(results: Results) -> list[Bar]:
         bars.append(Bar("(e) worker restarts after a master kill", most, 0, at_least=False))
         bars.append(Bar("(e) slowest step / median step", worst, 2, at_least=False))
     return bars
+
+
+def extra_of(scenario: Scenario, results: Results) -> Bar:
+    """How many seconds more than what it is compared with, both from this invocation."""
+    ours = spread_of(results[scenario.key].get(HOLDFAST, []), "step")
+    if scenario.is_early:
+        other = spread_of(results[scenario.key].get(TORCHRUN, []), "step")
+        than, limit = "torchrun", EARLY_EXTRA_S
+    else:
+        other = spread_of(results.get(NOT_REPLACED, {}).get(HOLDFAST, []), "step")
+        than, limit = f"({NOT_REPLACED})", SPARE_EXTRA_S
+    has_failed = any(run.failure for run in results[scenario.key].get(HOLDFAST, []))
+    extra = ours.median - other.median if ours and other and not has_failed else None
+    name = f"({scenario.key}) {scenario.title}: seconds more than {than}"
+    return Bar(name, extra, limit, at_least=False)
 
 
 def run_master_scenario(
@@ -336,7 +370,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if scenario.key not in args.scenario or not launchers:
             continue
         measure = run_master_scenario if scenario.kills == "master" else run_scenario
-        results[scenario.key] = measure(scenario, launchers, args.runs)
+        is_longer = scenario.is_early and not args.quick
+        runs = max(args.runs, EARLY_RUNS) if is_longer else args.runs
+        results[scenario.key] = measure(scenario, launchers, runs)
     print_recoveries(results)
     if "e" in results:
         print_master_kills(results["e"][HOLDFAST])

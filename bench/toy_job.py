@@ -13,6 +13,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ START_LIMIT_S = 60.0
 STOP_GRACE_S = 10.0
 WARM_STEPS = 30
 WARM_S = 6.0
+EARLY_STEPS = 40
+EARLY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,10 @@ class Scenario:
     kills: str
     returns: bool = False
     least_ratio: float = 0.0
+    spares: int = 0
+    """Nodes that are there from the start and wait for a place."""
+    is_early: bool = False
+    """Whether the kill comes before preparations can be expected."""
 
     @property
     def world(self) -> int:
@@ -90,7 +97,7 @@ class Job:
             port = int(self._address.rpartition(":")[2])
             is_listening = partial(_is_listening, self.nodes[0].pid, port)
             wait_for("torchrun's store", is_listening, START_LIMIT_S)
-        for index in range(1, self.scenario.node_count):
+        for index in range(1, self.scenario.node_count + self.scenario.spares):
             self.start_node(index)
 
     def start_master(self, listen: str) -> None:
@@ -178,6 +185,18 @@ class Job:
 
         wait_for(f"{WARM_STEPS} steps of {self.launcher}", is_warm, START_LIMIT_S + least_s)
 
+    def wait_early(self) -> None:
+        """Until one second after all ranks have made their 40th step, and not longer."""
+
+        def is_due() -> bool:
+            ranks = [steps for steps in self.live_steps().values() if len(steps) >= EARLY_STEPS]
+            if len(ranks) < self.scenario.world:
+                return False
+            last = max(steps[EARLY_STEPS - 1].t for steps in ranks)
+            return time.monotonic() >= last + EARLY_S
+
+        wait_for(f"{EARLY_STEPS} steps of {self.launcher}", is_due, START_LIMIT_S)
+
     def lines(self) -> list[tuple[float, str]]:
         parts = [*self.nodes, *([self.master] if self.master else [])]
         return sorted(line for part in parts for line in part.lines)
@@ -207,4 +226,4 @@ def _free_port() -> int:
 
 def _says_ready(node: StampedProcess) -> bool:
     """Holdfast says when its preparations are made; torchrun makes none."""
-    return any("ready for a fast restart" in text for _, text in node.lines)
+    return any("ready for a fast " in text for _, text in node.lines)

@@ -231,29 +231,47 @@ def spares_of(agent: Agent) -> list[int]:
     return sorted(pid for pid, words in shown if b"\0spare\0" in words)
 
 
-# The first process to import it is through at once, the second when the test wants.
-SLOW_IN_THE_ZYGOTE = """
+# The processes that import it are through at once, but this one of them when the test wants.
+SLOW = """
     import os, threading
     from pathlib import Path
     folder = Path(__file__).parent
-    is_second = len(list(folder.glob("import-*"))) == 1
+    number = len(list(folder.glob("import-*"))) + 1
     (folder / f"import-{os.getpid()}").touch()
-    while is_second and not (folder / "go").exists():
+    while number == SLOW_ONE and not (folder / "go").exists():
         threading.Event().wait(0.01)
 """
 
 
-def start_while_the_zygote_imports(agent: Agent, tmp_path: Path) -> Path:
-    """Returns the folder of the module that it is importing."""
-    env = site_package(tmp_path, "slow", SLOW_IN_THE_ZYGOTE)
+def start_while_a_spare_imports(agent: Agent, tmp_path: Path, text: str, number: int) -> Path:
+    """The spare is the one of this number to import it. Returns the folder of that module."""
+    env = site_package(tmp_path, "slow", text.replace("SLOW_ONE", str(number)))
     folder = tmp_path / "site-packages"
     script = write(tmp_path, "train.py", "import slow")
     finish(agent, script, how="cold", env=env)
-    until(lambda: len(list(folder.glob("import-*"))) == 2, TIMEOUT_S, "the zygote's import")
+    until(lambda: len(list(folder.glob("import-*"))) == number, TIMEOUT_S, "the spare's import")
     order = {"local_rank": 0, "argv": [script], "mode": "script", "progress": ""}
     agent.send("start", env=env, out=str(tmp_path / "second"), **order)
     assert agent.so_far("started") == agent.so_far("started") == []
     return folder
+
+
+def start_while_the_zygote_imports(agent: Agent, tmp_path: Path) -> Path:
+    return start_while_a_spare_imports(agent, tmp_path, SLOW, 2)
+
+
+def test_a_one_shot_spare_that_still_imports_is_waited_for_by_one_worker(
+    agent: Agent, tmp_path: Path
+) -> None:
+    # After the worker and the zygote, which is of no use with a thread.
+    text = textwrap.dedent(SLOW) + textwrap.dedent(THREADED)
+    folder = start_while_a_spare_imports(agent, tmp_path, text, 3)
+    env = {"PYTHONPATH": str(folder)}
+    assert agent.start("train.py", local_rank=1, env=env)["how"] == "cold"
+    (folder / "go").touch()
+    assert agent.wait("started")["how"] == "one-shot"
+    for local_rank in (0, 1):
+        assert agent.wait("exit", local_rank=local_rank)["code"] == 0
 
 
 def test_a_zygote_that_still_imports_is_waited_for(agent: Agent, tmp_path: Path) -> None:

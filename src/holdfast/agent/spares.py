@@ -24,7 +24,7 @@ _QUIET_S = 1.0
 _ANSWER_TIMEOUT_S = 2.0
 _IMPORT_TIMEOUT_S = 120.0
 _PATIENCE_S = 30.0
-"""How long a worker waits for a zygote that is still importing, before it imports itself."""
+"""How long a worker waits for a spare that is still importing, before it imports itself."""
 _FIRST_BATCH = 200
 _EARLY_DEATHS_MAX = 3
 _COMMAND_LINE_BYTES = 1024
@@ -168,7 +168,7 @@ class Spares:
         self._forks = 0
         self._once = False
         self._early_deaths = 0
-        #: Workers that wait for the zygote's imports.
+        #: Workers that wait for the imports of a spare.
         self._waiting: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -255,7 +255,7 @@ class Spares:
         """A spare that nobody else will get."""
         if any(spare.env != shared_env for spare in self._all()):
             self._drop_all()
-        if self._zygote is not None and not self._zygote.is_ready:
+        if self._is_worth_waiting():
             await self._wait_for_imports()
         for spare in self._standby:
             if spare.is_ready:
@@ -265,8 +265,16 @@ class Spares:
             return await self._fork(self._zygote)
         return None
 
+    def _is_worth_waiting(self) -> bool:
+        """Whether an import is under way for one more worker: a zygote's is for all of them, that
+        of a one-shot spare for one."""
+        if self._zygote is not None:
+            return not self._zygote.is_ready
+        importing = sum(not spare.is_ready for spare in self._standby)
+        return importing == len(self._standby) and importing > len(self._waiting)
+
     async def _wait_for_imports(self) -> None:
-        """The zygote is ahead of a worker that would begin with the same imports now, and a second
+        """A spare is ahead of a worker that would begin with the same imports now, and a second
         process that imports takes the cores from the first."""
         imported = self._loop.create_future()
         self._waiting.add(imported)
@@ -279,7 +287,7 @@ class Spares:
             self._waiting.discard(imported)
 
     def stop_waiting(self) -> None:
-        """Whoever waits for the zygote's imports goes on with what there is."""
+        """Workers that wait for imports start with what there is."""
         for imported in self._waiting:
             if not imported.done():
                 imported.set_result(None)
@@ -327,6 +335,7 @@ class Spares:
             spare = self._spawn(env)
             self._standby.append(spare)
             await self._teach(spare)
+            self.stop_waiting()
 
     async def _prepare_forks(self, env: dict[str, str]) -> None:
         """Forks stand by ahead of time: the two forks that make one cost 10 to 20 ms with torch."""
@@ -406,6 +415,7 @@ class Spares:
             self.stop_waiting()
         elif spare in self._standby:
             self._standby.remove(spare)
+            self.stop_waiting()
         else:
             return
         spare.end()
