@@ -6,9 +6,11 @@ The second half breaks real files: full and read-only disks, damage, foreign and
 """
 
 import os
+import platform
 import sqlite3
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.model.errors import StateError
+from holdfast.model.errors import DiskFullError, StateError
 from holdfast.ports import Entry, Journal
 from holdfast.runtime.journal import MemoryJournal, SqliteJournal
+from tests.disks import filled, small_disk
 
 DAMAGED = "restore the folder from a copy, or start the job anew"
 
@@ -234,20 +237,6 @@ def mode(path: Path) -> int:
 
 
 @contextmanager
-def small_disk(at: Path, size: str) -> Iterator[Path]:
-    """A file system of its own."""
-    at.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"needs the right to mount (root, CAP_SYS_ADMIN): {mounted.stderr.strip()}")
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", str(at)], check=True)
-
-
-@contextmanager
 def ordinary_user() -> Iterator[None]:
     """Root may write everywhere, so step down for a moment."""
     user = os.geteuid()
@@ -365,12 +354,10 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None
     with small_disk(tmp_path / "disk", "256k") as disk:
         (disk / "other data").write_bytes(bytes(100_000))
         with closing(open_in(disk / "state")) as journal:
-            with pytest.raises(StateError) as caught:
+            with pytest.raises(DiskFullError) as caught:
                 fill(journal, acknowledged)
-            assert str(caught.value) == (
-                f"the disk with {disk}/state/journal.db is full; free some space, then start the "
-                "master again"
-            )
+            said = f"the disk with {disk}/state/journal.db is full; free some space"
+            assert str(caught.value) == said
             assert len(acknowledged) >= 20
             assert journal.load() == acknowledged
         (disk / "other data").unlink()
@@ -379,12 +366,75 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None
             journal.append(batch(0, 1))
 
 
+def test_the_same_owner_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        with closing(open_in(disk / "state")) as journal:
+            entries = [entry(number, size=2000) for number in range(100)]
+            with filled(disk):
+                for _ in range(3):
+                    with pytest.raises(DiskFullError):
+                        journal.append(entries[:50])
+            journal.append(entries[:50])
+            assert journal.end() == 50
+        with closing(open_in(disk / "state")) as journal:
+            assert journal.load() == entries[:50]
+
+
+def test_a_journal_opens_on_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A master that was killed meanwhile comes back, and waits for room like the one before."""
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        kept = batch(0, 3)
+        journal = open_in(disk / "state")
+        journal.append(kept)
+        journal.close()
+        with filled(disk), closing(open_in(disk / "state")) as journal:
+            assert journal.load() == kept
+
+
+WITHOUT_QUOTA = """
+import ctypes, errno, struct, sys
+from pathlib import Path
+from holdfast.model.errors import DiskFullError
+from holdfast.ports import Entry
+from holdfast.runtime.journal import SqliteJournal
+
+journal = SqliteJournal.open(Path(sys.argv[1]), job="cats")
+journal.append([Entry(0.0, 0.0, b"kept")])
+# From here on write and pwrite64 of every file but the first three say that the quota is used up.
+LOAD, EQUAL, ABOVE, RETURN = 0x20, 0x15, 0x25, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EDQUOT
+steps = [(LOAD, 0, 0, 0), (EQUAL, 1, 0, 1), (EQUAL, 0, 3, 18), (LOAD, 0, 0, 16), (ABOVE, 0, 1, 2)]
+steps += [(RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+program = struct.pack("H6xP", len(steps), ctypes.addressof(code))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+    sys.exit(77)
+for _ in range(2):
+    try:
+        journal.append([Entry(1.0, 1.0, bytes(5000))])
+    except DiskFullError as error:
+        print(error, flush=True)
+print(journal.end(), [bytes(entry.payload) for entry in journal.load()], flush=True)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="counts on the numbers of system calls")
+def test_a_used_up_quota_is_a_full_disk(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_QUOTA, str(tmp_path / "state")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode == 77:
+        pytest.skip("needs a kernel with seccomp filters")
+    full = f"the disk with {tmp_path}/state/journal.db is full; free some space"
+    assert done.stdout.splitlines() == [full, full, "1 [b'kept']"], done.stderr
+
+
 def test_compaction_on_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as disk:
         with closing(open_in(disk / "state")) as journal:
             kept = batch(0, 3)
             journal.append(kept)
-            with pytest.raises(StateError, match=r"the disk with .* is full"):
+            with pytest.raises(DiskFullError, match=r"the disk with .* is full"):
                 journal.compact([entry(9, size=400_000)])
             assert journal.load() == kept
             journal.compact(kept[:1])

@@ -24,6 +24,9 @@ from holdfast.runtime.token import make_token
 EXIT_JOB_FAILED = 5
 """How an embedded master says that the job failed, and not that it could not serve."""
 
+EXIT_BROKE_OFF = 6
+"""How it says that it served, and cannot go on: another one can."""
+
 END_FILE = "end.json"
 """In the state directory: how a failed job ended."""
 
@@ -86,18 +89,18 @@ class EmbeddedMaster:
             )
             leave_alone(self._process.pid)
             code = await _ended(self._process)
-            if code >= 0 or self._is_stopping:
+            if self._is_stopping or (code >= 0 and code != EXIT_BROKE_OFF):
                 return code
+            how = f"by signal {-code}" if code < 0 else "by an error, see above"
             now = loop.time()
             deaths.append(now)
             while deaths[0] < now - DEATHS_WINDOW_S:
                 deaths.popleft()
             if len(deaths) > DEATHS_MAX:
                 raise StateError(
-                    f"the master died {len(deaths)} times within {DEATHS_WINDOW_S:g} s, "
-                    f"last by signal {-code}"
+                    f"the master died {len(deaths)} times within {DEATHS_WINDOW_S:g} s, last {how}"
                 )
-            self._say(f"the master was ended by signal {-code}; starting it again")
+            self._say(f"the master was ended {how}; starting it again")
 
     def terminate(self) -> None:
         """Have the master end the job. It is not started again.

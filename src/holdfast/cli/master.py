@@ -6,6 +6,7 @@ import asyncio
 import math
 import resource
 import sys
+import traceback
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,10 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from holdfast.cli.embedded import END_FILE, EXIT_JOB_FAILED
+from holdfast.cli.embedded import END_FILE, EXIT_BROKE_OFF, EXIT_JOB_FAILED
 from holdfast.cli.run_options import check_job_name, hang_after_s, parse_address
 from holdfast.master.process import MasterSettings, Surroundings, run_master
-from holdfast.model.errors import UsageError
+from holdfast.model.errors import StateError, UsageError
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
@@ -136,7 +137,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
     say = sayer("master")
 
+    serves = False
+
     def announce(address: str) -> None:
+        nonlocal serves
+        serves = True
         if not arguments.launch and arguments.lifeline < 0:
             print(f"holdfast master listening on {address}", flush=True)
 
@@ -154,15 +159,26 @@ def _run(arguments: argparse.Namespace) -> int:
                 kubernetes_master.serve(arguments, settings, say=say, announce=announce)
             )
         surroundings = Surroundings(make_platform=make_platform if arguments.launch else None)
-        end = runner.run(
-            run_master(
-                settings,
-                say=say,
-                announce=announce,
-                surroundings=surroundings,
-                lifeline=arguments.lifeline,
-            )
+        serving = run_master(
+            settings,
+            say=say,
+            announce=announce,
+            surroundings=surroundings,
+            lifeline=arguments.lifeline,
         )
+        try:
+            end = runner.run(serving)
+        except StateError as exc:
+            if not serves or arguments.lifeline < 0:
+                raise
+            say(str(exc))
+            return EXIT_BROKE_OFF
+        except Exception:
+            if not serves or arguments.lifeline < 0:
+                raise
+            # A broken invariant. What is in the journal is right: the launcher starts another.
+            traceback.print_exc()
+            return EXIT_BROKE_OFF
     assert end is not None
     if end.ok or arguments.lifeline < 0:
         return 0 if end.ok else 1

@@ -215,8 +215,9 @@ def build_engine(
         execute=service.execute,
         observe=observe,
         failed=failed,
+        say=say,
     )
-    service.connect_core(driver.feed, lambda: driver.position)
+    service.connect_core(driver.feed, lambda: driver.position, driver.follow)
     return Engine(job_core, driver, service, fatal)
 
 
@@ -283,6 +284,7 @@ def _stop_on_signals(
 
     def stop(reason: str) -> None:
         driver.feed(ev.StopRequested(-1, 0, reason))
+        driver.limit_patience()
 
     def stopped(number: signal.Signals) -> None:
         if not hands_over:

@@ -56,6 +56,7 @@ class Service:
         self._showing: Showing | None = None
         self._feed: Callable[[Event], None] = lambda event: None
         self._position: Callable[[], int] = lambda: 0
+        self._follow: Callable[[Command], None] = self.execute
         self._links: dict[int, Link] = {}
         self._node_of: dict[int, NodeId] = {}
         self._link_of: dict[NodeId, Link] = {}
@@ -70,9 +71,15 @@ class Service:
         #: Why nodes do not run yet, in the platform's words.
         self._waiting: dict[NodeId, str] = {}
 
-    def connect_core(self, feed: Callable[[Event], None], position: Callable[[], int]) -> None:
-        """Where events go, and how far the journal is. Set once, before anything is served."""
-        self._feed, self._position = feed, position
+    def connect_core(
+        self,
+        feed: Callable[[Event], None],
+        position: Callable[[], int],
+        follow: Callable[[Command], None],
+    ) -> None:
+        """Where events go, how far the journal is, and how to do something after all that was
+        decided before. Set once, before anything is served."""
+        self._feed, self._position, self._follow = feed, position, follow
 
     def use_platform(self, platform: Platform) -> None:
         """Who launches and removes nodes, in a job that is managed."""
@@ -110,7 +117,8 @@ class Service:
             node_id = self._node_of.get(link.number)
             if node_id is not None:
                 self._feed(ev.BeatReceived(node_id, body))
-                link.send(_DONE, frame.call, position=self._position())
+                # An answer renews the lease: not after it was decided that the node is lost.
+                self._follow(cmd.Reply(link.number, frame.call, _DONE))
                 if self._followers:
                     self._tell_progress()
                 if self._showing is not None:

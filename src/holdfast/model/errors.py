@@ -10,6 +10,7 @@ HoldfastError
 ├── ProtocolError      the peer does not speak our protocol: close the connection
 ├── TimedOutError      the awaited thing did not happen in time
 └── StateError         the state on disk cannot be used: stop before anything is lost
+    └── DiskFullError  nothing was written: try again when there is room
 """
 
 
@@ -47,3 +48,8 @@ class TimedOutError(HoldfastError):
 
 class StateError(HoldfastError):
     """The journal or state directory is unusable: corrupt, newer, full or read-only."""
+
+
+class DiskFullError(StateError):
+    """There is no room left for the journal. What was to be written is not, and nothing else is
+    changed: the same may be tried again."""

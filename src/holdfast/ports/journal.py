@@ -20,7 +20,9 @@ class Journal(Protocol):
 
     Guarantees: `append` returns only when all its entries are durable together (all or none);
     `load` returns what every returned `append` wrote, in order; a second owner of the same
-    journal is refused while the first lives. Not promised: any limit on how long `append` takes.
+    journal is refused while the first lives. `append` and `compact` raise DiskFullError if there is
+    no room: then nothing has changed, and the same call may be made again. Not promised: any limit
+    on how long `append` takes.
     """
 
     def load(self) -> list[Entry]:

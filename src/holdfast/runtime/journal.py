@@ -3,7 +3,7 @@
 
 One folder holds `journal.db`, in WAL mode with an fsync per append, and `lock`, which the living
 master holds. An error here means that nothing more can be promised: the driver stops on it, and
-what earlier appends wrote stays readable.
+what earlier appends wrote stays readable. Only a full disk is no end: the driver tries again.
 """
 
 import errno
@@ -11,12 +11,13 @@ import fcntl
 import os
 import sqlite3
 import struct
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from holdfast.model.errors import StateError
+from holdfast.model.errors import DiskFullError, StateError
 from holdfast.ports.journal import Entry
 from holdfast.runtime.private import require_own
 
@@ -42,6 +43,7 @@ _READ_BACK = ("lock", "journal.db", "journal.db-wal", "token", "end.json", "node
 """What a master finds in its state directory and believes: no other user may have put it there."""
 _WAY_OUT = "restore the folder from a copy, or start the job anew in an empty state directory"
 _NO_ACCESS = "this user may not write there; change its owner or choose another state directory"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _REASONS = {
     errno.ENOENT: "a folder above it does not exist; create that first",
     errno.ENOTDIR: "it is not a folder; choose another state directory",
@@ -246,8 +248,10 @@ def _take_lock(directory: Path) -> int:
                 f"the state directory {directory} is in use by another master (pid {pid}); "
                 "stop that one or choose another state directory"
             ) from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        # Its name for people is not worth an end: on a full disk there may be no room for it.
+        with suppress(OSError):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         undo.pop_all()
         return lock
 
@@ -324,10 +328,12 @@ def _clear_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
+        if _is_for_want_of_room(path, error):
+            raise DiskFullError(_disk_full(path)) from error
         raise StateError(_sqlite_sentence(path, error)) from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StateError(_disk_full(path)) from error
+        if error.errno in _FULL:
+            raise DiskFullError(_disk_full(path)) from error
         reason = _REASONS.get(error.errno or 0, f"{error.strerror}; choose another state directory")
         raise StateError(f"{path} cannot be used: {reason}") from error
 
@@ -335,8 +341,6 @@ def _clear_errors(path: Path) -> Iterator[None]:
 def _sqlite_sentence(path: Path, error: sqlite3.Error) -> str:
     # The low byte is the kind, the rest its detail. Errors of the module itself have no code.
     match getattr(error, "sqlite_errorcode", 0) & 0xFF:
-        case sqlite3.SQLITE_FULL:
-            return _disk_full(path)
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
             return f"the journal {path} is damaged ({error}); {_WAY_OUT}"
         case sqlite3.SQLITE_BUSY:
@@ -344,5 +348,25 @@ def _sqlite_sentence(path: Path, error: sqlite3.Error) -> str:
     return f"the journal {path} failed ({error}); check its disk, then start the master again"
 
 
+def _is_for_want_of_room(path: Path, error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code == sqlite3.SQLITE_IOERR_WRITE:
+        # SQLite knows a full disk by ENOSPC only; what a used up quota says, it does not tell.
+        return _has_no_room(path.parent)
+    return bool(code & 0xFF == sqlite3.SQLITE_FULL)
+
+
+def _has_no_room(directory: Path) -> bool:
+    """Whether a page cannot be written there for lack of space or quota."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in _FULL
+    return False
+
+
 def _disk_full(path: Path) -> str:
-    return f"the disk with {path} is full; free some space, then start the master again"
+    return f"the disk with {path} is full; free some space"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver around a core: the only place that calls `handle`, so the core needs no lock.
 
-Order is the promise: the commands of a step are executed only when its records, and those of every
-step before it, are durable. While one batch is on its way to the disk, the next collects: under
-load many steps share one commit, and an idle master commits at once.
+Order is the promise: the commands of a step are executed, and people are told of it, only when its
+records, and those of every step before it, are durable. While one batch is on its way to the disk,
+the next collects: under load many steps share one commit, and an idle master commits at once.
+
+A full disk is waited for: nothing is decided for the outside until there is room again.
 """
 
 import asyncio
@@ -12,8 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from holdfast.core.kernel import Command, Core, Event, Outcome, Record, Tick
-from holdfast.model.errors import StateError
+from holdfast.model.errors import DiskFullError, StateError
 from holdfast.ports.journal import Entry, Journal
+
+FULL_PAUSE_S, FULL_PAUSE_S_MAX = 0.1, 5.0
+"""Between two tries to write to a full disk: the first pause, and the longest."""
+
+FULL_AT_THE_END_S = 10.0
+"""How long a master that was told to stop waits for room: what it cannot write never happened."""
 
 LATE_S = 0.1
 """A tick that comes this late waits as long again."""
@@ -57,6 +65,7 @@ class Driver:
         execute: Callable[[Command], None],
         observe: Callable[[Event, float], None],
         failed: Callable[[Exception], None],
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._core = core
         self._journal = journal
@@ -66,9 +75,13 @@ class Driver:
         self._execute = execute
         self._observe = observe
         self._failed = failed
+        self._say = say
         self._loop = asyncio.get_running_loop()
         self._entries: list[Entry] = []
-        self._commands: deque[Command] = deque()
+        #: What waits for those entries: facts to tell, with their time, and commands.
+        self._waiting: deque[tuple[Event, float] | Command] = deque()
+        #: When a full disk is waited for no longer; None: as long as it takes.
+        self._full_until: float | None = None
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
@@ -83,7 +96,6 @@ class Driver:
         if self._is_stopped:
             return
         now = self._clock()
-        self._observe(event, now)
         try:
             outcome = self._core.handle(event, now)
             entries = self._entries_of(outcome, now)
@@ -93,10 +105,32 @@ class Driver:
             self.stop()
             self._failed(exc)
             raise
-        for fact in outcome.facts:
-            self._observe(fact, now)
-        self._accept(entries, outcome.commands)
+        self._entries += entries
+        if not self._entries and self._writer is None:
+            self._observe(event, now)
+            for fact in outcome.facts:
+                self._observe(fact, now)
+            for command in outcome.commands:
+                self._execute(command)
+        else:
+            self._waiting.append((event, now))
+            self._waiting.extend((fact, now) for fact in outcome.facts)
+            self._waiting += outcome.commands
+            if self._writer is None:
+                self._writer = self._loop.create_task(self._write())
         self._arm(now)
+
+    def follow(self, command: Command) -> None:
+        """Execute a command that decides nothing after everything that was decided before it."""
+        if self._writer is None:
+            self._execute(command)
+        else:
+            self._waiting.append(command)
+
+    def limit_patience(self) -> None:
+        """The end is near: from now on a full disk is waited for only for a moment."""
+        if self._full_until is None:
+            self._full_until = self._loop.time() + FULL_AT_THE_END_S
 
     async def drain(self) -> None:
         """Wait until everything fed so far is durable and executed."""
@@ -115,29 +149,22 @@ class Driver:
         wall_s = self._wall()
         return [Entry(now, wall_s, self._encode(record)) for record in outcome.records]
 
-    def _accept(self, entries: list[Entry], commands: list[Command]) -> None:
-        self._entries += entries
-        if not self._entries and self._writer is None:
-            for command in commands:
-                self._execute(command)
-            return
-        self._commands += commands
-        if self._writer is None:
-            self._writer = self._loop.create_task(self._write())
-
     async def _write(self) -> None:
         """Commit batches until none is left."""
         try:
-            while self._entries or self._commands:
+            while self._entries or self._waiting:
                 entries, self._entries = self._entries, []
-                commands, self._commands = self._commands, deque()
+                waiting, self._waiting = self._waiting, deque()
                 if entries:
-                    await self._loop.run_in_executor(None, self._journal.append, entries)
+                    await self._append(entries)
                     self._since_snapshot += len(entries)
                     self._bytes_since_snapshot += sum(len(entry.payload) for entry in entries)
                     self.position = self._journal.end()
-                for command in commands:
-                    self._execute(command)
+                for item in waiting:
+                    if isinstance(item, tuple):
+                        self._observe(*item)
+                    else:
+                        self._execute(item)
                 if (
                     self._since_snapshot >= COMPACT_AFTER
                     or self._bytes_since_snapshot >= COMPACT_AFTER_BYTES
@@ -155,15 +182,42 @@ class Driver:
         finally:
             self._writer = None
 
+    async def _append(self, entries: list[Entry]) -> None:
+        """Make these durable. As long as there is no room for them, they are held, and with them
+        everything that follows."""
+        pause_s, full_since = FULL_PAUSE_S, self._loop.time()
+        while True:
+            try:
+                await self._loop.run_in_executor(None, self._journal.append, entries)
+                break
+            except DiskFullError as exc:
+                if self._full_until is not None and self._loop.time() >= self._full_until:
+                    raise
+                if pause_s == FULL_PAUSE_S:
+                    self._say(
+                        f"{exc}: until then the master decides nothing, and tries again by itself; "
+                        "the training goes on for as long as its lease"
+                    )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, FULL_PAUSE_S_MAX)
+        if pause_s > FULL_PAUSE_S:
+            took_s = self._loop.time() - full_since
+            self._say(
+                f"there is room in the journal again after {took_s:.1f} s: the master goes on"
+            )
+
     async def _compact(self) -> None:
         now, wall_s = self._clock(), self._wall()
         snapshot = [Entry(now, wall_s, self._encode(r)) for r in self._core.snapshot()]
         # It holds what these would change: under load there are always some.
         covered = len(self._entries)
-        await self._loop.run_in_executor(None, self._journal.compact, snapshot)
+        self._since_snapshot = self._bytes_since_snapshot = 0
+        try:
+            await self._loop.run_in_executor(None, self._journal.compact, snapshot)
+        except DiskFullError:
+            return  # All entries stay; an append that finds no room says so.
         del self._entries[:covered]
         self.position = self._journal.end()
-        self._since_snapshot = self._bytes_since_snapshot = 0
 
     def _arm(self, now: float) -> None:
         at = self._core.deadline()
