@@ -3,7 +3,7 @@
 
 import pytest
 
-from holdfast.core.kernel import Command, Tick
+from holdfast.core.kernel import Command, Event, Tick
 from holdfast.core.node import events as ev
 from holdfast.core.node.environment import Launch, worker_environment
 from holdfast.core.node.workers import STOPPED_S, Workers
@@ -229,12 +229,14 @@ def test_the_end_of_the_job_ends_the_agent(ok: bool, code: int) -> None:
     assert node.tell(ev.WorldReceived(world(9))) == []
 
 
-def test_a_node_that_is_told_to_go_tells_the_master_and_goes_faster_when_told_twice() -> None:
+def test_a_node_that_is_told_to_go_tells_the_master_and_goes_faster_for_a_person() -> None:
     node = Node(1).running()
     commands = node.tell(ev.ShutdownRequested("SIGTERM", 143))
     assert commands == [ev.Report(m.Leave("SIGTERM")), ev.EndWorkers(gently=True)]
     assert node.core.is_leaving
-    assert node.tell(ev.ShutdownRequested("SIGINT", 130)) == [ev.EndWorkers(gently=False)]
+    assert node.tell(ev.ShutdownRequested("SIGTERM", 143)) == []
+    again = ev.ShutdownRequested("SIGINT", 130, at_once=True)
+    assert node.tell(again) == [ev.EndWorkers(gently=False)]
     assert node.exited(0, None, 9) == [ev.ExitAgent(143, "SIGTERM", None)]
 
 
@@ -303,21 +305,68 @@ def test_memory_is_flushed_after_the_workers_and_before_the_node_leaves() -> Non
     ]
 
 
-def test_who_is_asked_twice_to_go_does_not_flush() -> None:
+END = m.JobEnded(False, "it was stopped by SIGTERM", stopped=15)
+ASKED = [ev.ShutdownRequested("SIGTERM", 143, flush=True), ev.EndReceived(END, flush=True)]
+
+
+@pytest.mark.parametrize("first", ASKED, ids=["itself", "its master"])
+@pytest.mark.parametrize("again", ASKED, ids=["itself", "its master"])
+@pytest.mark.parametrize("when", ["at once", "one worker has ended", "during the flush"])
+def test_who_is_asked_again_to_go_still_flushes(first: Event, again: Event, when: str) -> None:
+    """SLURM sends SIGTERM twice within 10 ms, to every process of a job and to its master, too."""
     node = Node().running()
-    node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
-    node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
+    assert node.tell(first) == [ev.EndWorkers(gently=True)]
+    if when == "at once":
+        assert node.tell(again) == []
+    assert node.exited(0, None, 15) == []
+    if when == "one worker has ended":
+        assert node.tell(again) == []
+    assert node.exited(1, None, 15) == [ev.Flush()]
+    if when == "during the flush":
+        assert node.tell(again) == []
+    *said, exit = node.tell(ev.Flushed())
+    assert [type(command.body) for command in said] == [m.Leave]
+    assert isinstance(exit, ev.ExitAgent)
+    assert exit.exit_code == 143
+
+
+def test_a_person_who_asks_twice_does_not_wait_for_the_flush() -> None:
+    node = Node().running()
+    node.tell(ev.ShutdownRequested("SIGINT", 130, flush=True))
+    node.tell(ev.ShutdownRequested("SIGINT", 130, flush=True, at_once=True))
     node.exited(0)
     commands = node.exited(1)
     assert ev.Flush() not in commands
-    assert commands[-1] == ev.ExitAgent(143, "SIGTERM", None)
+    assert commands[-1] == ev.ExitAgent(130, "SIGINT", None)
 
 
-def test_a_second_signal_ends_a_flush_that_takes_long() -> None:
+def test_a_second_ctrl_c_ends_a_flush_that_takes_long() -> None:
     node = Node().running()
-    node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
+    node.tell(ev.ShutdownRequested("SIGINT", 130, flush=True))
     node.exited(0)
     assert node.exited(1) == [ev.Flush()]
-    commands = node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
-    assert commands[-1] == ev.ExitAgent(143, "SIGTERM", None)
+    commands = node.tell(ev.ShutdownRequested("SIGINT", 130, flush=True, at_once=True))
+    assert commands[-1] == ev.ExitAgent(130, "SIGINT", None)
     assert node.tell(ev.Flushed()) == []
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=["itself", "its master"])
+def test_a_worker_that_sigterm_ends_right_before_its_agent_is_no_failure(asked: Event) -> None:
+    """SIGTERM to every process of a job does not ask for new workers."""
+    node = Node().running()
+    assert node.exited(0, None, 15) == []
+    assert node.exited(1, 1, None) == []  # The other one lost its peer.
+    assert node.tell(asked) == [ev.EndWorkers(gently=True), ev.Flush()]
+    assert node.core.deadline() is None
+
+
+def test_a_worker_that_sigterm_ends_alone_is_a_failure_a_moment_later() -> None:
+    node = Node().running()
+    assert node.exited(0, None, 15) == []
+    at = node.core.deadline()
+    assert at is not None
+    report, *rest = node.tell(Tick(), at=at)
+    assert isinstance(report, ev.Report)
+    assert isinstance(report.body, m.WorkersFailed)
+    assert report.body.failures[0].signal == 15
+    assert rest == [ev.EndWorkers(gently=False)]

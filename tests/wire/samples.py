@@ -62,6 +62,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         peer_port=29503,
         peer_certificate="ab" * 32,
         told=m.Told(journal="j1", life="m3", position=812),
+        process="b00t/4026531836/17/4711",
     ),
     m.Attached(
         job="train",
@@ -110,7 +111,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     ),
     m.StopWork(round=3, reason="node rank 1 was lost"),
     m.Fenced(reason="a newer agent"),
-    m.JobEnded(ok=False, reason="rank 3 failed", cause=FAILURE, cause_node_rank=1),
+    m.JobEnded(ok=False, reason="rank 3 failed", cause=FAILURE, cause_node_rank=1, stopped=15),
     m.KvSet(scope=3, key="k", value=b"v"),
     m.KvMultiSet(scope=3, keys=("a", "b"), values=(b"1", b"2")),
     m.KvGet(scope=3, keys=("a",), timeout_s=60.0),
@@ -188,6 +189,7 @@ RECORDS: list[Record] = [
         nproc=2,
         host="10.0.0.0",
         topology="s1",
+        process="b00t/4026531836/17/4711",
     ),
     rec.NodeAdmitted(node_id=1, node_rank=1, incarnation=2, agent_key="k1", nproc=2, host="h1"),
     rec.NodePlanned(node_id=2, node_rank=2),
@@ -242,5 +244,7 @@ RECORDS: list[Record] = [
     *DATA_RECORDS,
     *ROLE_RECORDS,
     *NODE_RECORDS,
+    rec.JobClosed(ok=False, reason="it was stopped by SIGTERM", stopped=15),
+    rec.JobContinued(),
     rec.JobClosed(ok=False, reason="rank 3 failed", cause=FAILURE, cause_node_rank=1),
 ]

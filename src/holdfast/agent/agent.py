@@ -69,6 +69,8 @@ class AgentSettings:
     excluded_roots: tuple[str, ...]
     first_contact_s: float
     """How long an unreachable master is tried before the first attach."""
+    process: str = ""
+    """The name of this process, by which a master on the same machine can look for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,10 +183,20 @@ class Agent:
             if self._old_port is not None:
                 self._old_port.close()
 
-    def shut_down(self, reason: str, exit_code: int) -> None:
-        """Leave the job: workers end with grace, the master is told."""
-        self._leaves_by = self._loop.time() + (self._settings.leave_s or self._settings.grace_s)
-        self.feed(ev.ShutdownRequested(reason, exit_code, flush=self._vault.has_unsaved))
+    def shut_down(
+        self, reason: str, exit_code: int, *, with_job: bool = False, at_once: bool = False
+    ) -> None:
+        """Leave the job: workers end with grace, the master is told.
+
+        At the end if the whole job stops with this node: the others need not go on without it, and
+        unless a platform kills it soon, what is in memory has all the time that it needs.
+        """
+        settings = self._settings
+        if not self._core.is_leaving:  # Asked again: the grace is given once.
+            limit_s = settings.leave_s or (math.inf if with_job else settings.grace_s)
+            self._leaves_by = self._loop.time() + limit_s
+        flush = with_job or self._vault.has_unsaved
+        self.feed(ev.ShutdownRequested(reason, exit_code, flush, at_once))
 
     def feed(self, event: Event) -> None:
         """Let the core decide, and do what it says."""
@@ -288,6 +300,7 @@ class Agent:
             topology=settings.topology,
             peer_port=self._vault.peer_port,
             peer_certificate=self._vault.peer_certificate,
+            process=settings.process,
         )
 
     def attached(self, welcome: m.Attached, *, sent_at: float) -> None:
@@ -307,7 +320,9 @@ class Agent:
                 self.feed(ev.FencedOff(body.reason))
             case m.JobEnded():
                 self._leaves_by = math.inf
-                self.feed(ev.EndReceived(body, self._vault.has_unsaved))
+                # Workers that are told to stop may save once more.
+                flush = body.stopped > 0 or self._vault.has_unsaved
+                self.feed(ev.EndReceived(body, flush))
             case _ if isinstance(body, CheckpointPush):
                 self._vault.pushed(body)
 
@@ -350,7 +365,9 @@ class Agent:
         """The job may end after this: what must be on storage gets there first."""
         await self._vault.settle()
         await _flush(self._vault, math.inf, self._say)
-        self._report(done)
+        # Workers may end well because SIGTERM told them to, as it tells this agent to go.
+        if not self._core.is_leaving:
+            self._report(done)
 
     async def _flush(self) -> None:
         await _flush(self._vault, self._leaves_by - self._loop.time(), self._say)

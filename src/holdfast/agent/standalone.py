@@ -26,6 +26,7 @@ from holdfast.model.world import Member, World
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 from holdfast.runtime.observe import sayer
+from holdfast.runtime.signals import ignore_notices
 from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, Server, listen
 
@@ -157,6 +158,7 @@ async def serve(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, over.set)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_notices()
     ledger = LocalLedger(options.nproc)
     token = read_token(path.parent / "token")
     vault = Vault(ledger, say, token, options.nproc)

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from holdfast import __version__
 from holdfast.model.errors import HoldfastError, UsageError
+from holdfast.runtime.signals import ignore_notices
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -29,6 +30,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 when the job failed, 2 for a mistake of the user."""
+    ignore_notices()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with _ending_at_ctrl_c():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the options of `holdfast run` to one agent: shared by `run` and by nodes it launches."""
 
-import asyncio
 import os
 import signal
 import tempfile
@@ -19,11 +18,12 @@ from holdfast.cli.run_options import RunOptions, Std, std_of
 from holdfast.core.node.environment import Launch
 from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
-from holdfast.runtime import tls
+from holdfast.runtime import lifeline, tls
 from holdfast.runtime.observe import Say
 from holdfast.runtime.private import require_own
+from holdfast.runtime.process_names import own_name
 from holdfast.runtime.settings import NodeSettings, worker_base
-from holdfast.runtime.signals import on_end_signals
+from holdfast.runtime.signals import EndSignals, Patience
 from holdfast.runtime.token import read_token
 
 FIRST_CONTACT_S = 60.0
@@ -54,16 +54,21 @@ async def run_agent(
     node: NodeSettings,
     console: Console,
     say: Say,
+    signals: EndSignals,
+    stop_job: Callable[[], None] | None = None,
     started: Callable[[Agent], None] = lambda agent: None,
 ) -> AgentEnd:
-    """Run one agent against `options.master` until its part in the job is over."""
+    """Run one agent against `options.master` until its part in the job is over.
+
+    `stop_job` is called when a signal stops this node, if its job is to stop with it.
+    """
     assert options.master is not None
     if options.token_file is None:
         raise UsageError("the job's token is missing: give --token-file or HOLDFAST_TOKEN_FILE")
     has_tls = options.tls_ca is not None
     tls.require_tls(options.master, has_tls=has_tls, insecure=options.insecure)
     agent = Agent(_settings(options, folder, node, console), say)
-    _obey_signals(agent, options, node.lifeline)
+    _obey_signals(agent, signals, node.lifeline, stop_job)
     started(agent)
     return await agent.run()
 
@@ -113,6 +118,7 @@ def _settings(
         spares=options.spares,
         excluded_roots=_own_code(options),
         first_contact_s=options.join_timeout_s if node.node_id >= 0 else contact_s,
+        process=own_name(),
     )
 
 
@@ -155,20 +161,26 @@ def _console(options: RunOptions, console: Console) -> Callable[[int, bool], Wri
     return choose
 
 
-def _obey_signals(agent: Agent, options: RunOptions, lifeline: int) -> None:
-    loop = asyncio.get_running_loop()
+def _obey_signals(
+    agent: Agent, signals: EndSignals, line: int, stop_job: Callable[[], None] | None
+) -> None:
+    patience = Patience()
 
     def stopped(number: signal.Signals) -> None:
-        agent.shut_down(f"this node was stopped by {number.name}", 128 + number)
+        if stop_job is not None:
+            stop_job()
+        agent.shut_down(
+            f"this node was stopped by {number.name}",
+            128 + number,
+            with_job=stop_job is not None,
+            at_once=patience.is_over(number),
+        )
 
-    on_end_signals(stopped, options.signals_to_handle)
-    if lifeline >= 0:
+    def gone(at_once: bool) -> None:
+        agent.shut_down("the launcher of the job is gone", 1, with_job=True, at_once=at_once)
 
-        def gone() -> None:
-            loop.remove_reader(lifeline)
-            agent.shut_down("whoever started the job is gone", 1)
-
-        loop.add_reader(lifeline, gone)
+    signals.hand_to(stopped)
+    lifeline.watch(line, gone)
 
 
 def make_folder() -> Path:

@@ -17,8 +17,10 @@ from holdfast.agent.output import Stream
 from holdfast.cli.console import Console
 from holdfast.model.errors import StateError
 from holdfast.protocol import messages as m
+from holdfast.runtime import lifeline
 from holdfast.runtime.observe import Say
 from holdfast.runtime.settings import environment
+from holdfast.runtime.signals import end_signals_held
 from holdfast.runtime.token import make_token
 
 EXIT_JOB_FAILED = 5
@@ -33,6 +35,11 @@ END_FILE = "end.json"
 DEATHS_MAX = 10
 DEATHS_WINDOW_S = 60.0
 STOP_S = 30.0
+
+
+def is_end_of_job(code: int) -> bool:
+    """Whether a master that exits so has ended the job, or has stopped it (128 + the signal)."""
+    return code in (0, EXIT_JOB_FAILED) or code > 128
 
 
 class EmbeddedMaster:
@@ -52,7 +59,7 @@ class EmbeddedMaster:
         self._err = Stream(None, console.err, "")
         self._lifeline, self._our_end = os.pipe2(os.O_CLOEXEC)
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_stopping = False
+        self._is_stopping = self._is_closed = False
         self._command = [
             *(sys.executable, "-m", "holdfast.cli", "master"),
             *("--listen", self.address, "--state", str(state)),
@@ -72,24 +79,28 @@ class EmbeddedMaster:
     async def run(self) -> int:
         """The exit code of the last master; StateError if it only ever dies.
 
-        The last is the one that ended by itself, or that a signal ended while it came up.
+        The last is the one that ended the job, or stopped it, or could not begin. Also a job that
+        is to stop needs a master until then: without one no checkpoint reaches storage.
         """
         loop = asyncio.get_running_loop()
         deaths: deque[float] = deque()
         while True:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=self._out.worker_end,
-                stderr=self._err.worker_end,
-                env=environment(),
-                pass_fds=[self._lifeline],
-                # A Ctrl-C is for the launcher, which then ends the job in order.
-                start_new_session=True,
-            )
+            with end_signals_held():
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._out.worker_end,
+                    stderr=self._err.worker_end,
+                    env=environment(),
+                    pass_fds=[self._lifeline],
+                    # A Ctrl-C is for the launcher, which then ends the job in order.
+                    start_new_session=True,
+                )
             leave_alone(self._process.pid)
+            if self._is_stopping:
+                self._process.terminate()
             code = await _ended(self._process)
-            if self._is_stopping or (code >= 0 and code != EXIT_BROKE_OFF):
+            if self._is_closed or (code >= 0 and code != EXIT_BROKE_OFF):
                 return code
             how = f"by signal {-code}" if code < 0 else "by an error, see above"
             now = loop.time()
@@ -103,17 +114,24 @@ class EmbeddedMaster:
             self._say(f"the master was ended {how}; starting it again")
 
     def terminate(self) -> None:
-        """Have the master end the job. It is not started again.
+        """Have the master stop the job: it goes on with the next launcher on the same state.
 
-        By SIGTERM, whatever the user sent: it ends a Python that is only coming up, too, which may
-        lose a SIGINT in an import.
+        By SIGTERM, whatever the user sent: a second SIGINT would mean something else.
         """
+        if self._is_stopping:
+            return
         self._is_stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
+    def hurry(self) -> None:
+        """Have the master and every agent that it launched end at once."""
+        if not self._is_closed:
+            lifeline.hurry(self._our_end)
+
     async def stop(self) -> None:
         """End the master and, through the lifeline, every agent it launched."""
+        self._is_closed = True
         os.close(self._our_end)
         os.close(self._lifeline)
         if self._process is not None:

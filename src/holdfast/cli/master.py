@@ -180,6 +180,8 @@ def _run(arguments: argparse.Namespace) -> int:
             traceback.print_exc()
             return EXIT_BROKE_OFF
     assert end is not None
+    if end.stopped:
+        return 128 + end.stopped
     if end.ok or arguments.lifeline < 0:
         return 0 if end.ok else 1
     # The launcher may have no agent that would tell it the cause.

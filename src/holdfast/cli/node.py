@@ -8,11 +8,13 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from holdfast.agent.agent import AgentEnd
 from holdfast.cli.agent_side import run_agent
 from holdfast.cli.console import Console
 from holdfast.cli.run_options import RunOptions
 from holdfast.runtime.observe import sayer
 from holdfast.runtime.settings import node_settings
+from holdfast.runtime.signals import EndSignals
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,9 +28,16 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(mode=0o700, exist_ok=True)
     console = Console()
     say = sayer(f"node {node.node_id}", console.err)
+
+    async def run() -> AgentEnd:
+        signals = EndSignals(options.signals_to_handle)
+        return await run_agent(
+            options, folder, node=node, console=console, say=say, signals=signals
+        )
+
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            end = runner.run(run_agent(options, folder, node=node, console=console, say=say))
+            end = runner.run(run())
     finally:
         console.close()
     return end.exit_code

@@ -18,7 +18,7 @@ import uvloop
 from holdfast.agent.agent import AgentEnd
 from holdfast.cli.agent_side import last_words, make_folder, rules_of, run_agent
 from holdfast.cli.console import Console
-from holdfast.cli.embedded import EXIT_JOB_FAILED, EmbeddedMaster
+from holdfast.cli.embedded import EXIT_JOB_FAILED, EmbeddedMaster, is_end_of_job
 from holdfast.cli.observer import show_status
 from holdfast.cli.run_options import (
     RunOptions,
@@ -29,7 +29,10 @@ from holdfast.cli.run_options import (
 )
 from holdfast.runtime.observe import Say, sayer
 from holdfast.runtime.settings import environment, node_settings
-from holdfast.runtime.signals import on_end_signals
+from holdfast.runtime.signals import EndSignals, Patience, hold_end_signals
+
+STOP_S_MAX = 24 * 3600.0
+"""How long a job that is stopped may bring checkpoints to storage, however slowly."""
 
 
 class Parse(Protocol):
@@ -64,6 +67,7 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
         say(note)
     for ignored in options.ignored:
         say(f"{ignored.option} has no effect: {ignored.reason}")
+    hold_end_signals()  # From here on there is something to clean up.
     folder = make_folder()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -73,8 +77,10 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
         console.close()
         raise
     if end.exit_code != 0:
-        what = "the job failed" if end.end is not None else "stopped"
-        say(f"{what}: {end.reason}")
+        failed = end.end is not None and not end.end.stopped
+        say(f"{'the job failed' if failed else 'stopped'}: {end.reason}")
+        if options.state_dir is not None and not failed:
+            say("the same command on the same state directory goes on with the job")
     if end.exit_code == 0 or options.log_dir is not None or not (folder / "logs").is_dir():
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -86,25 +92,37 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
 
 
 async def _run(options: RunOptions, folder: Path, console: Console, say: Say) -> AgentEnd:
+    signals = EndSignals(options.signals_to_handle)
     if options.master is not None:
-        end = await run_agent(options, folder, node=node_settings(), console=console, say=say)
+        node = node_settings()
+        end = await run_agent(options, folder, node=node, console=console, say=say, signals=signals)
     elif options.local_nodes + options.spare_nodes > 1:
-        end = await _run_local_nodes(options, folder, console, say)
+        end = await _run_local_nodes(options, folder, console, say, signals)
     else:
-        end = await _run_alone(options, folder, console, say)
+        end = await _run_alone(options, folder, console, say, signals)
     console.status("")
     return end
 
 
-async def _run_alone(options: RunOptions, folder: Path, console: Console, say: Say) -> AgentEnd:
+async def _run_alone(
+    options: RunOptions, folder: Path, console: Console, say: Say, signals: EndSignals
+) -> AgentEnd:
     """One node: the agent lives in this process, the master in a child of it."""
     async with _master(options, folder, [], console, say) as (master, ended):
         own = replace(options, master=master.address, token_file=master.token_file)
         agent = asyncio.create_task(
-            run_agent(own, folder, node=node_settings(), console=console, say=say)
+            run_agent(
+                own,
+                folder,
+                node=node_settings(),
+                console=console,
+                say=say,
+                signals=signals,
+                stop_job=master.terminate,
+            )
         )
         await asyncio.wait((agent, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not agent.done() and ended.result() in (0, EXIT_JOB_FAILED):
+        if not agent.done() and is_end_of_job(ended.result()):
             # The master has told the agent that the job ended.
             await asyncio.wait((agent,), timeout=options.grace_s + 10)
         if not agent.done():
@@ -119,7 +137,7 @@ async def _run_alone(options: RunOptions, folder: Path, console: Console, say: S
 
 
 async def _run_local_nodes(
-    options: RunOptions, folder: Path, console: Console, say: Say
+    options: RunOptions, folder: Path, console: Console, say: Say, signals: EndSignals
 ) -> AgentEnd:
     """Several nodes on this machine: the master launches and replaces their agents."""
     launch = folder / "launch.json"
@@ -134,17 +152,25 @@ async def _run_local_nodes(
     ):
         loop = asyncio.get_running_loop()
         stop: asyncio.Future[signal.Signals] = loop.create_future()
+        patience, hurried = Patience(), asyncio.Event()
 
         def stopped(number: signal.Signals) -> None:
+            if patience.is_over(number):
+                master.hurry()
+                hurried.set()
             if not stop.done():
                 stop.set_result(number)
 
-        on_end_signals(stopped, options.signals_to_handle)
+        signals.hand_to(stopped)
         await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             number = stop.result()
             master.terminate()
-            await asyncio.wait((ended,), timeout=options.grace_s + 10)
+            # It ends by itself when its nodes have saved, or get nowhere.
+            impatient = asyncio.create_task(hurried.wait())
+            both = (ended, impatient)
+            await asyncio.wait(both, timeout=STOP_S_MAX, return_when=asyncio.FIRST_COMPLETED)
+            impatient.cancel()
             return AgentEnd(128 + number, f"it was stopped by {number.name}", None)
         code = ended.result()
         if code == 0:
@@ -152,6 +178,8 @@ async def _run_local_nodes(
         if code == EXIT_JOB_FAILED:
             end = master.end()
             return AgentEnd(1, end.reason, end)
+        if is_end_of_job(code):
+            return AgentEnd(code, "the master was told to stop the job", None)
         return AgentEnd(1, "the master could not serve, see above", None)
 
 

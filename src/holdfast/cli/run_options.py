@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 import signal
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -424,6 +425,10 @@ def _job_name(answers: Answers, place: _Place, suffix: str) -> str | None:
         program = answers.script if answers.is_on("module") else Path(answers.script).stem
         words = re.findall(r"[a-z0-9]+", program.lower())
         stem = "-".join(words)[:40].strip("-") or "job"
+        state = answers.path("state")
+        if state is not None:
+            # The same for the same directory: its journal belongs to one job.
+            suffix = f"{zlib.crc32(str(state).encode()) & 0xFFFF:04x}"
         return f"{stem}-{suffix}" if suffix else stem
     if given is not None:
         check_job_name(given)

@@ -49,9 +49,15 @@ class Farewell:
             self._moved_at = self._heard_at
         self._written[node_id] = max(written, self._written.get(node_id, 0))
 
+    def cut_short(self) -> None:
+        """A person has no more patience: wait for no agent."""
+        self._in_job.clear()
+        self._all_gone.set()
+
     async def wait(self) -> None:
         """Until all hung up: what is in their memory may be on its way to storage."""
-        self._all_gone.clear()
+        if self._in_job:
+            self._all_gone.clear()
         self._heard_at = self._moved_at = self._now()
         while self._in_job:
             left_s = min(self._heard_at + FAREWELL_S, self._moved_at + FLUSH_S) - self._now()

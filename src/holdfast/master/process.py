@@ -20,8 +20,9 @@ from holdfast.core.job.records import decode_record, encode_record
 from holdfast.core.kernel import Event
 from holdfast.master import notes
 from holdfast.master.http import serve
+from holdfast.master.neighbours import Neighbours
 from holdfast.master.service import Service
-from holdfast.model.errors import StateError
+from holdfast.model.errors import InUseError, StateError
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import Phase
@@ -29,11 +30,12 @@ from holdfast.ports.desk import Desk
 from holdfast.ports.journal import Entry, Journal
 from holdfast.ports.platform import Platform
 from holdfast.protocol import messages as m
-from holdfast.runtime import tls
+from holdfast.runtime import lifeline, tls
 from holdfast.runtime.journal import SqliteJournal
 from holdfast.runtime.loop import Driver, JobClock
 from holdfast.runtime.observe import Say, wall_clock
-from holdfast.runtime.signals import on_end_signals
+from holdfast.runtime.process_names import wait_for_end
+from holdfast.runtime.signals import Patience, on_end_signals
 from holdfast.runtime.token import make_token
 from holdfast.runtime.transport import listen
 
@@ -73,6 +75,10 @@ ALONE = Surroundings()
 CERTIFICATE_LOOK_S = 60.0
 """How often the files of the certificate are looked at."""
 
+TAKE_OVER_S = 300.0
+"""How long a master whose launcher is gone may take to end: its nodes bring their memory to storage
+first."""
+
 
 def _open_journal(settings: MasterSettings) -> Journal:
     return SqliteJournal.open(settings.state, job=settings.job)
@@ -96,11 +102,29 @@ async def run_master(
     for address in filter(None, (settings.listen, settings.http)):
         has_tls = settings.tls_cert is not None
         tls.require_tls(address, has_tls=has_tls, insecure=settings.insecure)
-    journal = open_journal(settings)
+    journal = await _take_journal(settings, say, open_journal, wait=lifeline >= 0)
     try:
         return await _serve(settings, journal, say, announce, surroundings, lifeline)
     finally:
         journal.close()
+
+
+async def _take_journal(
+    settings: MasterSettings,
+    say: Say,
+    open_journal: Callable[[MasterSettings], Journal],
+    *,
+    wait: bool,
+) -> Journal:
+    """The journal; with `wait` a master whose launcher is gone may first end in order."""
+    try:
+        return open_journal(settings)
+    except InUseError as exc:
+        if not wait or not exc.is_ending:
+            raise
+        say(f"waiting for the master before this one (pid {exc.pid}): it is about to end")
+        await wait_for_end(exc.pid, TAKE_OVER_S)
+    return open_journal(settings)
 
 
 async def _serve(
@@ -109,7 +133,7 @@ async def _serve(
     say: Say,
     announce: Callable[[str], None],
     surroundings: Surroundings,
-    lifeline: int,
+    line: int,
 ) -> m.JobEnded | None:
     token_file = settings.token_file or settings.state / "token"
     token = make_token(token_file)
@@ -136,7 +160,17 @@ async def _serve(
         note = notes.write(settings, server.address, http_address, token_file)
         open_things.callback(note.unlink, missing_ok=True)
         engine.start(nonce=secrets.token_hex(4))
-        handed_over = _stop_on_signals(driver, lifeline, hands_over=settings.hands_over)
+        neighbours = Neighbours(engine.core.nodes.processes, driver.feed)
+        open_things.callback(neighbours.close)
+        if not spec.managed:  # Else the platform knows who lives.
+            neighbours.look()
+        handed_over = _stop_on_signals(
+            engine,
+            neighbours,
+            line,
+            hands_over=settings.hands_over,
+            is_managed=spec.managed,
+        )
         announce(server.address)
         ends = (service.finished, engine.fatal, handed_over)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -273,31 +307,35 @@ async def take_plans(desk: Desk, driver: Driver) -> None:
 
 
 def _stop_on_signals(
-    driver: Driver, lifeline: int, *, hands_over: bool
+    engine: Engine, neighbours: Neighbours, line: int, *, hands_over: bool, is_managed: bool
 ) -> "asyncio.Future[m.JobEnded | None]":
-    """A stopped master ends its job, unless it hands it over: then the future is done.
+    """A stopped master stops its job, unless it hands it over: then the future is done.
 
-    Whoever wants to keep a job whose master does not hand over kills it, or restarts it.
+    Its nodes bring what they hold in memory to storage and go; a later master on the same state
+    goes on with the job.
     """
-    loop = asyncio.get_running_loop()
-    handed_over: asyncio.Future[m.JobEnded | None] = loop.create_future()
+    handed_over: asyncio.Future[m.JobEnded | None] = asyncio.get_running_loop().create_future()
+    patience = Patience()
 
-    def stop(reason: str) -> None:
-        driver.feed(ev.StopRequested(-1, 0, reason))
-        driver.limit_patience()
+    def stop(reason: str, number: signal.Signals, *, at_once: bool) -> None:
+        engine.driver.feed(ev.StopRequested(-1, 0, reason, stopped=number))
+        engine.driver.limit_patience()
+        if at_once:
+            engine.service.cut_farewell_short()
 
     def stopped(number: signal.Signals) -> None:
         if not hands_over:
-            stop(f"it was stopped by {number.name}")
+            stop(f"it was stopped by {number.name}", number, at_once=patience.is_over(number))
         elif not handed_over.done():
+            engine.driver.limit_patience()
             handed_over.set_result(None)
 
+    def gone(at_once: bool) -> None:
+        # The agent may have been the launcher itself, and have died with it.
+        if not (engine.service.is_finishing or is_managed):
+            neighbours.look(follow=True)
+        stop("the launcher of the job is gone", signal.SIGHUP, at_once=at_once)
+
     on_end_signals(stopped)
-    if lifeline >= 0:
-
-        def gone() -> None:
-            loop.remove_reader(lifeline)
-            stop("whoever started the job is gone")
-
-        loop.add_reader(lifeline, gone)
+    lifeline.watch(line, gone)
     return handed_over

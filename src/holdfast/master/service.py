@@ -71,6 +71,15 @@ class Service:
         #: Why nodes do not run yet, in the platform's words.
         self._waiting: dict[NodeId, str] = {}
 
+    @property
+    def is_finishing(self) -> bool:
+        """Whether the job has ended, or is stopped, and agents are on their way out."""
+        return self._is_finishing
+
+    def cut_farewell_short(self) -> None:
+        """Wait for no agent at the end."""
+        self._farewell.cut_short()
+
     def connect_core(
         self,
         feed: Callable[[Event], None],

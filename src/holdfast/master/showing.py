@@ -68,5 +68,5 @@ class Showing:
 def _kind(event: Event) -> str:
     """One word for what happened; success and failure have different ones."""
     if isinstance(event, ev.JobFinished):
-        return "JobSucceeded" if event.ok else "JobFailed"
+        return "JobSucceeded" if event.ok else ("JobStopped" if event.stopped else "JobFailed")
     return type(event).__name__

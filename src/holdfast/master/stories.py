@@ -38,6 +38,8 @@ def _tell_of_plans(event: Event) -> str:
             return f"plan {event.plan_id}{word}: {event.text}"
         case ev.JobSuspended():
             return "the job is suspended: its nodes save what they have and go"
+        case ev.JobResumed() if event.stopped:
+            return f"the job goes on; the last time {event.stopped}"
         case ev.JobResumed():
             return "the job is resumed: its nodes are ordered again"
         case ev.MemoryRaised():
@@ -76,7 +78,7 @@ def _tell_of_worlds(event: Event) -> str:
                 f"restore {event.restore_s:.2f})"
             )
         case ev.JobFinished():
-            word = "succeeded" if event.ok else "failed"
+            word = "succeeded" if event.ok else ("is stopped" if event.stopped else "failed")
             return f"the job {word}: {event.reason}"
     return _tell_of_checkpoints(event)
 

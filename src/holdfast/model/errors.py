@@ -10,6 +10,7 @@ HoldfastError
 ├── ProtocolError      the peer does not speak our protocol: close the connection
 ├── TimedOutError      the awaited thing did not happen in time
 └── StateError         the state on disk cannot be used: stop before anything is lost
+    ├── InUseError     another master has it
     └── DiskFullError  nothing was written: try again when there is room
 """
 
@@ -48,6 +49,16 @@ class TimedOutError(HoldfastError):
 
 class StateError(HoldfastError):
     """The journal or state directory is unusable: corrupt, newer, full or read-only."""
+
+
+class InUseError(StateError):
+    """Another master has the state directory."""
+
+    def __init__(self, sentence: str, *, pid: int, is_ending: bool) -> None:
+        super().__init__(sentence)
+        self.pid = pid
+        self.is_ending = is_ending
+        """Whether its launcher is gone: it is about to end by itself."""
 
 
 class DiskFullError(StateError):

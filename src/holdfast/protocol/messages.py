@@ -136,6 +136,8 @@ class Attach(Message, frozen=True):
     """The SHA-256 of the certificate that they find there, in hexadecimal; empty without TLS."""
     told: Told | None = None
     """None as long as no master has said anything."""
+    process: str = ""
+    """The name of the agent's process (runtime/process_names.py); empty if there is none."""
 
 
 class Attached(Message, frozen=True):
@@ -289,6 +291,8 @@ class JobEnded(Message, frozen=True):
     cause: FailureInfo | None = None
     """The first failure, when a worker's failure ended the job."""
     cause_node_rank: int = -1
+    stopped: int = 0
+    """The signal by which the job was stopped from outside: it can go on later. 0: it is over."""
 
 
 # ---- key-value store, barriers: worker to agent, relayed to the master --------------------------

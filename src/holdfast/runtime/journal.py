@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from holdfast.model.errors import DiskFullError, StateError
+from holdfast.model.errors import DiskFullError, InUseError, StateError
 from holdfast.ports.journal import Entry
 from holdfast.runtime.private import require_own
+from holdfast.runtime.process_names import parent_of
 
 FORMAT = 1
 """The layout of the tables. A master reads every format up to its own."""
@@ -242,18 +243,27 @@ def _take_lock(directory: Path) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            # Empty in the instant between the owner's lock and the writing of its pid.
-            pid = os.read(lock, 20).decode("ascii", "replace").strip() or "not known yet"
-            raise StateError(
-                f"the state directory {directory} is in use by another master (pid {pid}); "
-                "stop that one or choose another state directory"
-            ) from error
+            raise _in_use(directory, lock) from error
         # Its name for people is not worth an end: on a full disk there may be no room for it.
         with suppress(OSError):
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(lock, f"{os.getpid()} {os.getppid()}\n".encode(), 0)
         undo.pop_all()
         return lock
+
+
+def _in_use(directory: Path, lock: int) -> InUseError:
+    # Empty in the instant between the owner's lock and the writing of its pid.
+    words = [word for word in os.read(lock, 40).split() if word.isdigit()]
+    pid, parent = (int(words[0]), int(words[-1])) if words else (0, 0)
+    # A process whose parent has died has another one.
+    is_ending = len(words) == 2 and parent_of(pid) != parent
+    return InUseError(
+        f"the state directory {directory} is in use by another master "
+        f"(pid {pid or 'not known yet'}); stop that one or choose another state directory",
+        pid=pid,
+        is_ending=is_ending,
+    )
 
 
 def _make_file(path: Path) -> None:

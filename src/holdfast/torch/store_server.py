@@ -18,6 +18,9 @@ def main() -> None:
     store = TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
+    # Workers that SIGTERM told to save may still need it; the agent ends it by SIGKILL.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # In one write: whoever waits for the port hangs up once it has it.
     os.write(1, f"{store.port}\n".encode())
     while True:

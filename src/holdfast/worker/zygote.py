@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import traceback
@@ -22,6 +23,7 @@ from holdfast.worker.imports import is_installed
 
 MESSAGE_BYTES_MAX = 256 * 1024
 
+_NOT_FOR_SPARES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DEVICE = re.compile(r"/dev/(nvidia|kfd|dri/render|davinci|accel)")
 # Not the mark of a test run, by which leftovers are found.
 _PER_RANK = re.compile(
@@ -150,6 +152,8 @@ def serve(settings: Settings) -> Assignment | None:
     """Answer the agent until it hangs up. Returns an assignment in a process that is to become a
     worker: the caller runs it with nothing of ours left on the stack but itself."""
     linux.die_with_parent(settings.agent_pid)
+    # What is sent to every process of the job is for the workers; a spare ends with its agent.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_SPARES}
     channel = socket.socket(fileno=settings.socket)
     channel.set_inheritable(False)
     preloader = Preloader(once=settings.once)
@@ -173,6 +177,8 @@ def serve(settings: Settings) -> Assignment | None:
             forked = True
         for fd in fds:
             os.close(fd)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     _answer(channel, {"answer": "started", "pid": os.getpid()})
     channel.close()
     os.environ.__class__ = plain_environ

@@ -29,7 +29,7 @@ class Departures:
         self.world: frozenset[NodeId] = frozenset()
         #: When those who shall go, and have no place in it, are removed at the latest.
         self._leave_at: float | None = None
-        #: Those whose removal this master has asked for: an agent asked twice does not save.
+        #: Those whose removal this master has asked for.
         self._removed: set[NodeId] = set()
 
     def leave(

@@ -178,11 +178,13 @@ class NodeSeen(Event):
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """Somebody with the token asked for the end of the job."""
+    """A client with the token asked for the end of the job, or its master was told to stop."""
 
     link: int
     call: int
     reason: str
+    stopped: int = 0
+    """The signal that stopped the master: the job is not over, and can go on later."""
 
 
 # ---- facts --------------------------------------------------------------------------------------
@@ -353,6 +355,8 @@ class JobFinished(Event):
     reason: str
     cause: m.FailureInfo | None
     cause_node_rank: int
+    stopped: int = 0
+    """The signal by which it was stopped from outside; 0: it is over."""
 
 
 @dataclass(frozen=True, slots=True)

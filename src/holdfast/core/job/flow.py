@@ -146,7 +146,7 @@ def _route_plans(job: JobCore) -> None:
     core.route(ev.PlanAsked, job.nodes, job.roles)
     core.route(ev.RulesChanged, job.verdicts, job.rendezvous)
     core.route(ev.JobSuspended, job.verdicts, job.progress, job.roles)
-    core.route(ev.JobResumed, job.progress, job.rendezvous, job.roles)
+    core.route(ev.JobResumed, job.progress, job.rendezvous, job.nodes, job.roles)
     core.route(ev.JoinClockSet, job.rendezvous)
     core.route(ev.NodesLeaving, job.rendezvous)
 
@@ -162,7 +162,8 @@ def _own_records(job: JobCore) -> None:
     core.own(job.sync, rec.KvChanged, rec.KvAppended, rec.KvDropped, rec.QueueChanged)
     core.own(job.sync, rec.SessionRemembered)
     core.own(job.sync, rec.BarrierReleased, rec.ScopesDropped)
-    core.own(job.verdicts, rec.RestartCounted, rec.TrainingBegan, rec.JobClosed)
+    core.own(job.verdicts, rec.RestartCounted, rec.TrainingBegan)
+    core.own(job.verdicts, rec.JobClosed, rec.JobContinued)
     core.own(job.hangs, rec.PatienceSet)
     core.own(job.progress, rec.TimeSpent, rec.StepsSeen, rec.StageEntered, rec.IncidentNoted)
     core.own(job.checkpoints, rec.CheckpointCommitted, rec.LineageSet, rec.VersionPositioned)

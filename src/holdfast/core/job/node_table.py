@@ -36,6 +36,8 @@ class NodeState:
     nproc: int = 0
     host: str = ""
     topology: str = ""
+    #: The name of the agent's process, if it said one.
+    process: str = ""
     #: Whether an ended node is known to have stopped.
     proven: bool = True
     #: Why it ended, or what the platform says of it.
@@ -77,6 +79,7 @@ class NodeState:
             nproc=self.nproc,
             host=self.host,
             topology=self.topology,
+            process=self.process,
         )
 
     def view(self) -> dict[str, object]:
@@ -246,6 +249,7 @@ class NodeTable:
         node.incarnation = Incarnation(record.incarnation)
         node.agent_key = record.agent_key
         node.nproc, node.host, node.topology = record.nproc, record.host, record.topology
+        node.process = record.process
         self.by_key[record.agent_key] = node_id
         self.live_by_rank[node.node_rank] = node_id
         self.next_node_id = max(self.next_node_id, record.node_id + 1)

@@ -95,6 +95,8 @@ class Nodes:
                 self._fleet.departures.broke(outcome)
             case ev.FirstStepMade():
                 self._fleet.departures.let_go(outcome)
+            case ev.JobResumed() if event.stopped and self._has_platform:
+                self._fleet.orders.fill(outcome, "the job goes on", now)
             case ev.JobFinished():
                 self._ended = event
                 if self._has_platform:
@@ -181,6 +183,7 @@ class Nodes:
             nproc=attach.nproc,
             host=attach.host,
             topology=attach.topology,
+            process=attach.process,
         )
         table.commit(outcome, record)
         return table.nodes[node_id]
@@ -276,6 +279,11 @@ class Nodes:
         """The table as people see it."""
         return self._table.view()
 
+    def processes(self) -> dict[NodeId, str]:
+        """The processes of agents that belong to the job, as far as they said a name."""
+        nodes = self._table.nodes.values()
+        return {n.node_id: n.process for n in nodes if n.phase is Phase.RUNNING and n.process}
+
     def wanted(self) -> dict[str, object]:
         """What the job shall be, as people asked for it."""
         wanted = self._table.wanted
@@ -326,7 +334,8 @@ def _welcome(
 
 
 def _farewell(end: ev.JobFinished) -> m.JobEnded:
-    return m.JobEnded(end.ok, end.reason, end.cause, end.cause_node_rank)
+    fields = (end.ok, end.reason, end.cause, end.cause_node_rank)
+    return m.JobEnded(*fields, stopped=end.stopped)
 
 
 def _ids(world: World) -> Iterable[NodeId]:

@@ -42,6 +42,9 @@ class JobSuspended(Event):
 class JobResumed(Event):
     """The nodes are ordered again."""
 
+    stopped: str = ""
+    """How the job was stopped from outside before; empty: it was suspended."""
+
 
 @dataclass(frozen=True, slots=True)
 class JoinClockSet(Event):

@@ -102,6 +102,8 @@ class NodeAdmitted(Record, frozen=True):
     nproc: int
     host: str
     topology: str = ""
+    process: str = ""
+    """The name of the agent's process; empty if it did not say."""
 
 
 class NodePhaseChanged(Record, frozen=True):
@@ -176,6 +178,12 @@ class JobClosed(Record, frozen=True):
     reason: str
     cause: m.FailureInfo | None = None
     cause_node_rank: int = -1
+    stopped: int = 0
+    """The signal by which it was stopped from outside: the next master goes on. 0: it is over."""
+
+
+class JobContinued(Record, frozen=True):
+    """A master goes on with a job that was stopped from outside."""
 
 
 class KvChanged(Record, frozen=True):
@@ -469,6 +477,7 @@ AnyRecord = (
     | RoundBroken
     | NodeDone
     | JobClosed
+    | JobContinued
     | KvChanged
     | KvAppended
     | KvDropped

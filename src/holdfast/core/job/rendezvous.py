@@ -117,6 +117,7 @@ class Rendezvous:
                 return self._broke(event, now)
             case ev.JobFinished():
                 self._ended = True
+                return self._over(event)
         return NOTHING
 
     def _node_ready(self, event: ev.NodeReady, now: float) -> Outcome:
@@ -169,6 +170,13 @@ class Rendezvous:
                 if node_id not in self._muster.leaving:
                     outcome.commands.append(Push(node_id, self._state.stop_work()))
         outcome.add(formed)
+        return outcome
+
+    def _over(self, event: ev.JobFinished) -> Outcome:
+        """If the job goes on later, it is in another world than this one, which did not break."""
+        outcome = Outcome()
+        if event.stopped and self._state.is_healthy:
+            commit(self, outcome, rec.RoundBroken(self._state.round, event.reason, by_plan=True))
         return outcome
 
     def _leaving(self, event: ev.NodesLeaving, now: float) -> Outcome:

@@ -71,7 +71,7 @@ class Roles:
                 return self._plan(event.plan, now)
             case ev.JobSuspended() if WORKER not in self._spec.roles:
                 return self._suspend()
-            case ev.JobResumed() if WORKER not in self._spec.roles:
+            case ev.JobResumed() if WORKER not in self._spec.roles and not event.stopped:
                 return self._resume(now)
             case ev.JobFinished():
                 self._is_over = True

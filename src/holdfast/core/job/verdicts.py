@@ -67,13 +67,17 @@ class Verdicts:
             case ev.WorldImpossible() | ev.JournalBehind():
                 return self._end(ok=False, reason=event.reason)
             case ev.StopRequested():
-                outcome = self._end(ok=False, reason=event.reason)
+                outcome = self._end(ok=False, reason=event.reason, stopped=event.stopped)
                 outcome.commands.append(Reply(event.link, event.call, m.Done()))
                 return outcome
             case ev.JobOpened() | ev.RulesChanged():
                 self._rules = event.rules
             case ev.JobSuspended():
                 return self._pause()
+            case ev.MasterStarted() if self._closed is not None and self._closed.stopped:
+                outcome = Outcome(facts=[ev.JobResumed(self._closed.reason)])
+                commit(self, outcome, rec.JobContinued())
+                return outcome
             case ev.MasterStarted() if self._closed is not None:
                 return Outcome(facts=[_fact(self._closed)], commands=[_command(self._closed)])
         return NOTHING
@@ -136,11 +140,12 @@ class Verdicts:
         reason: str,
         cause: m.FailureInfo | None = None,
         node_rank: int = -1,
+        stopped: int = 0,
     ) -> Outcome:
         if self._closed is not None:
             return Outcome()
-        outcome = Outcome()
-        closed = rec.JobClosed(ok, reason, cause, node_rank)
+        outcome = self._pause() if stopped else Outcome()
+        closed = rec.JobClosed(ok, reason, cause, node_rank, stopped)
         commit(self, outcome, closed)
         outcome.facts.append(_fact(closed))
         outcome.commands.append(_command(closed))
@@ -159,6 +164,8 @@ class Verdicts:
                 self._trains_since, self._has_stepped = record.at_s, True
             case rec.JobClosed():
                 self._closed = record
+            case rec.JobContinued():
+                self._closed = None
             case _:
                 raise TypeError(f"{record!r} is not a record of the verdicts")
 
@@ -172,9 +179,11 @@ class Verdicts:
 
     def view(self) -> dict[str, object]:
         """How the job stands and what its budgets have left."""
-        closed = self._closed
+        closed, state = self._closed, "running"
+        if closed is not None:
+            state = "succeeded" if closed.ok else ("stopped" if closed.stopped else "failed")
         return {
-            "state": "running" if closed is None else ("succeeded" if closed.ok else "failed"),
+            "state": state,
             "reason": "" if closed is None else closed.reason,
             "restarts": {
                 str(reason): self._budgets[reason].count for reason in sorted(self._budgets)
@@ -189,9 +198,10 @@ def _allowed(reason: ExitReason, limit: int) -> str:
 
 
 def _fact(closed: rec.JobClosed) -> ev.JobFinished:
-    return ev.JobFinished(closed.ok, closed.reason, closed.cause, closed.cause_node_rank)
+    fields = (closed.ok, closed.reason, closed.cause, closed.cause_node_rank)
+    return ev.JobFinished(*fields, stopped=closed.stopped)
 
 
 def _command(closed: rec.JobClosed) -> FinishJob:
-    end = m.JobEnded(closed.ok, closed.reason, closed.cause, closed.cause_node_rank)
-    return FinishJob(end)
+    fields = (closed.ok, closed.reason, closed.cause, closed.cause_node_rank)
+    return FinishJob(m.JobEnded(*fields, stopped=closed.stopped))

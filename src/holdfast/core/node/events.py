@@ -99,6 +99,8 @@ class ShutdownRequested(Event):
     exit_code: int
     flush: bool = False
     """True when checkpoints in memory must go to storage before the node does."""
+    at_once: bool = False
+    """True when a person has no more patience, also for what is under way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,12 @@ from holdfast.protocol import messages as m
 STOPPED_S = 5.0
 """How long a worker may stand still after a SIGSTOP that was not ours, e.g. under a debugger."""
 
+TERMINATED_S = 0.2
+"""How long a worker that SIGTERM ended is no failure yet: SLURM and systemd send it to every
+process of a job, and this agent may only be about to get its own."""
+
+_SIGTERM = 15
+
 _SIGNAL_NAMES = {
     1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL",
     11: "SIGSEGV", 13: "SIGPIPE", 15: "SIGTERM", 19: "SIGSTOP", 20: "SIGTSTP", 24: "SIGXCPU",
@@ -37,6 +43,8 @@ class Workers:
         self._live: set[int] = set()
         self._exited: set[int] = set()
         self._stopped: dict[int, float] = {}
+        #: A failure that may only be the beginning of a stop, and when it is one.
+        self._doubt: tuple[m.FailureInfo, float] | None = None
         self._lease_until: float | None = None
         self._is_held = False
         self._exit: ev.ExitAgent | None = None
@@ -71,7 +79,7 @@ class Workers:
             case ev.StartFinished():
                 return self._started(event)
             case ev.WorkerExited():
-                return self._exited_one(event)
+                return self._exited_one(event, now)
             case ev.WorkerStopped() if not self._is_held:
                 self._stopped[event.local_rank] = now + STOPPED_S
             case ev.WorkerContinued():
@@ -87,8 +95,8 @@ class Workers:
     def _going(self, event: Event) -> Outcome:
         """Events after which this agent, or its present identity, is over."""
         if self._exit is not None:
-            if isinstance(event, ev.ShutdownRequested):
-                # Asked twice: no more patience.
+            # Asked again: SLURM and systemd ask more than once, and mean one end with one grace.
+            if isinstance(event, ev.ShutdownRequested) and event.at_once:
                 self._must_flush = self._is_flushing = False
                 return self._end_workers(gently=False)
             if isinstance(event, ev.Flushed) and self._is_flushing:
@@ -99,6 +107,10 @@ class Workers:
         match event:
             case ev.EndReceived():
                 code = 0 if event.end.ok else 1
+                if event.end.stopped:
+                    code = 128 + event.end.stopped
+                    # The job goes on later: its next master need not wait for this node.
+                    self._farewell = m.Leave(event.end.reason)
                 self._exit = ev.ExitAgent(code, event.end.reason, event.end)
                 self._must_flush = event.flush
                 outcome.add(self._head_for(None, gently=True))
@@ -139,6 +151,7 @@ class Workers:
         outcome = Outcome(commands=[ev.EndWorkers(gently and not self._is_held)])
         self._is_ending = True
         self._stopped.clear()
+        self._doubt = None
         if self._is_held:
             self._is_held = False
             outcome.commands.append(ev.ResumeWorkers())
@@ -190,12 +203,14 @@ class Workers:
             outcome.commands.append(ev.Report(m.WorkersDone(event.round)))
         return outcome
 
-    def _exited_one(self, event: ev.WorkerExited) -> Outcome:
+    def _exited_one(self, event: ev.WorkerExited, now: float) -> Outcome:
         self._live.discard(event.local_rank)
         self._exited.add(event.local_rank)
         self._stopped.pop(event.local_rank, None)
         if self._run is None or self._is_ending:
             return self._settle()
+        if self._doubt is not None:
+            return NOTHING  # Whatever the first one's end turns out to be, this one follows it.
         if event.code == 0:
             if not self._live and not self._is_starting and len(self._exited) == self._nproc:
                 return Outcome(commands=[ev.Report(m.WorkersDone(self._run.round))])
@@ -213,6 +228,9 @@ class Workers:
             event.traceback,
             event.last_step_ago_s,
         )
+        if event.signal == _SIGTERM:
+            self._doubt = (failure, now + TERMINATED_S)
+            return NOTHING
         return self._fail(failure)
 
     def _fail(self, failure: m.FailureInfo) -> Outcome:
@@ -250,6 +268,9 @@ class Workers:
 
     def _tick(self, now: float) -> Outcome:
         outcome = Outcome()
+        if self._doubt is not None and self._doubt[1] <= now:
+            failure, self._doubt = self._doubt[0], None
+            outcome.add(self._fail(failure))
         for local_rank, at in list(self._stopped.items()):
             if at <= now and not self._is_ending and self._run is not None:
                 message = f"was stopped by a signal and did not continue within {STOPPED_S:g} s"
@@ -268,6 +289,8 @@ class Workers:
 
     def deadline(self) -> float | None:
         times = [*self._stopped.values()]
+        if self._doubt is not None:
+            times.append(self._doubt[1])
         holds_at = self._holds_at()
         if holds_at is not None:
             times.append(holds_at)
