@@ -161,6 +161,11 @@ class StampedProcess:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; below 0: by a signal."""
+        return self._process.poll()
+
     def kill(self) -> float:
         """SIGKILL, and the time just before it."""
         at = time.monotonic()
