@@ -52,6 +52,8 @@ class Exchange:
     facts: list[Event] = field(default_factory=list)
     taken: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """By node: what it said that it holds."""
+    late: list[Event] | None = None
+    """Requests that wait for the master to be back; None while it is there."""
     _answers: dict[int, Callable[[m.AnyMessage], None]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _calls: int = 0
@@ -75,8 +77,16 @@ class Exchange:
                 f"{held.part} of step {held.version.step}" for held in body.holdings
             )
         event = ev.CheckpointRequested(NodeId(node), 1, self._calls, body)
-        asyncio.get_running_loop().call_soon(self.feed, event)
+        if self.late is not None:
+            self.late.append(event)
+        else:
+            asyncio.get_running_loop().call_soon(self.feed, event)
         return self._calls
+
+    def master_is_back(self) -> None:
+        late, self.late = self.late or [], None
+        for event in late:
+            self.feed(event)
 
     def forget(self, number: int) -> None:
         self._answers.pop(number, None)
@@ -310,6 +320,37 @@ def test_what_is_safe_is_kept_while_newer_copies_fail(tmp_path: Path, run: Run) 
                 assert len(held) == 2
                 assert "rank-00000 of step 1" in await nodes.held_by(0)
                 assert "rank-00001 of step 1" in await nodes.held_by(1)
+
+    run(copy())
+
+
+def test_a_master_that_is_away_does_not_hold_the_saves_up(tmp_path: Path, run: Run) -> None:
+    """The copies are made, but only the master can say that all of them are: what was safe and
+    what is on its way are kept, and the training goes on with the slot that is left."""
+
+    async def copy() -> None:
+        async with world(tmp_path, as_it_is, as_it_is) as nodes:
+            exchange = nodes.exchange
+            await nodes.save(1)
+            await exchange.until(lambda: exchange.safe == 1)
+            exchange.late = []
+            async with asyncio.timeout(LIMIT_S / 2):
+                for step in range(2, 12):
+                    await nodes.save(step)
+            for node in nodes.all:
+                assert node.said == [
+                    "training goes on without waiting for copies on other nodes: "
+                    "the master does not answer"
+                ]
+            exchange.master_is_back()
+            await exchange.until(lambda: exchange.safe == 2)
+            for number in (0, 1):
+                held = [one for one in await nodes.held_by(number) if f"0{number} of" in one]
+                assert held[0].endswith("step 11")
+                assert f"rank-0000{number} of step 2" in held
+            for step in (12, 13):
+                await nodes.save(step)
+            await exchange.until(lambda: exchange.safe == 13)
 
     run(copy())
 

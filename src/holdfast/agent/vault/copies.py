@@ -4,7 +4,8 @@
 Versions go one after the other: the next one leaves when the one before is *safe*, which is when
 every node of the round has its copies elsewhere. Until then the version is held still in memory,
 and so is the newest safe one: it is what a lost node is restored from. The only brake on training
-is that slots run out; if copies do not get through, that brake is let go, and it is said.
+is that slots run out; if copies do not get through, or the master is away and cannot say what is
+safe, that brake is let go, and it is said.
 
 A copy that fails is told to the ledger at once: it names another peer, or lets all nodes go on.
 """
@@ -28,6 +29,12 @@ from holdfast.protocol import messages as m
 TRANSFER_S = 600.0
 """How long one copy may take, and how long those of the other nodes are waited for."""
 
+WAITED_S = 0.1
+"""A save that waits this long for a slot looks whether the master is there."""
+
+MASTER_S = 0.5
+"""Within this time it answers, if it is."""
+
 
 class Copies:
     """The copies of one series."""
@@ -43,6 +50,8 @@ class Copies:
         #: Who gets what of this node's parts; None until the ledger was asked.
         self._plan: tuple[Transfer, ...] | None = None
         self._is_running = False
+        #: What is being copied, or waits for the master's word that all nodes have copied it.
+        self._on_its_way = NONE
         self._safe = NONE
         #: Copies did not get through: training does not wait for them until one does.
         self.is_stalled = False
@@ -88,6 +97,29 @@ class Copies:
         self._means.spawn(self._tell_given_up(unsafe[0], problem), "a copy that was given up")
         return True
 
+    async def while_a_save_waits(self) -> None:
+        """The save needs no copy to be safe: a master that is away does not hold the training up.
+
+        What is safe and what is on its way stay as they are for as long as that leaves a slot.
+        """
+        has_let_go = False
+        while self._pins:
+            await asyncio.sleep(WAITED_S)
+            try:
+                async with asyncio.timeout(MASTER_S):
+                    ask = c.PeersAsk(self._round, self.series.replicas, self.series.parity)
+                    await self._means.ask(ask, c.Peers)
+            except TimeoutError:
+                if has_let_go:
+                    self.give_up_oldest()
+                    continue
+                has_let_go = True
+                self._stall("the master does not answer")
+                kept = (self._safe, self._on_its_way)
+                self._release(version for version in list(self._pins) if version not in kept)
+            except HoldfastError:
+                continue  # A refusal is an answer.
+
     # ---- sending --------------------------------------------------------------------------------
 
     async def _deliver_all(self) -> None:
@@ -96,6 +128,7 @@ class Copies:
                 # When copies fail, only the newest is worth the while of whoever takes it.
                 version = max(self._due) if self.is_stalled else min(self._due)
                 step, round = self._due.pop(version), self._round
+                self._on_its_way = version
                 try:
                     await self._skip([older for older in self._due if older < version])
                     await self._deliver(step)
@@ -106,7 +139,7 @@ class Copies:
                     if self._round == round:
                         self._stall(str(exc))
         finally:
-            self._is_running = False
+            self._is_running, self._on_its_way = False, NONE
 
     async def _skip(self, versions: list[Version]) -> None:
         for version in versions:

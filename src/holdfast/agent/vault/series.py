@@ -86,15 +86,19 @@ class SeriesKeeper:
         if before is not None:
             self._memory.give_back(before)
         key = PartKey(self.series.directory, ask.part)
-        path = await self._memory.grant(
-            key,
-            ask.size,
-            self.series.slots,
-            avoid=frozenset(ask.untouched),
-            give_up=self.copies.give_up_oldest,
-            give_up_s=0.0 if self.copies.is_stalled else ROOM_S,
-            on_disk=ask.persist,
-        )
+        watch = self._means.spawn(self.copies.while_a_save_waits(), "looking for the master")
+        try:
+            path = await self._memory.grant(
+                key,
+                ask.size,
+                self.series.slots,
+                avoid=frozenset(ask.untouched),
+                give_up=self.copies.give_up_oldest,
+                give_up_s=0.0 if self.copies.is_stalled else ROOM_S,
+                on_disk=ask.persist,
+            )
+        finally:
+            watch.cancel()
         self._granted[ask.part] = path
         return c.SlotGrant(str(path), self._lineage)
 
