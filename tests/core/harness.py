@@ -123,6 +123,7 @@ class Job:
         topology: str = "",
         cold: bool = False,
         peer_port: int = 0,
+        was: str = "",
     ) -> Outcome:
         """The agent process `name` reports on a new link; it remembers what it was called."""
         known = self._incarnation_of.get(name, 0)
@@ -139,6 +140,7 @@ class Job:
             topology=topology,
             cold=cold,
             peer_port=peer_port,
+            ended_key=was,
         )
         return self.feed(ev.AttachRequested(self.link(name), 1, attach), at)
 

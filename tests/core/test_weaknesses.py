@@ -166,8 +166,9 @@ def test_weakness_a_correlated_loss_is_one_incident() -> None:
     job = Job(spec)
     for number in range(10):
         job.attach(f"n{number}")
-    for number in range(3):
-        job.beat(f"n{number}", at=10.0)
+    for at in (5.0, 10.0):
+        for number in range(3):
+            job.beat(f"n{number}", at=at)
     formed = worlds(job.wait(15.0))
     assert formed == [[0, 1, 2]]
     assert job.machines.view(job.now)["restarts"] == {"lost": 1}
@@ -310,7 +311,8 @@ def test_weakness_a_silent_node_is_removed_before_its_rank_has_two() -> None:
     job = Job(JobSpec(min_nodes=1, max_nodes=2, managed=True))
     job.attach("a", node=0)
     job.attach("b", node=1)
-    job.beat("a", at=14.0)
+    for at in (5.0, 10.0):
+        job.beat("a", at=at)
     outcome = job.wait(15.0)
     kinds = [type(c) for c in outcome.commands if not isinstance(c, cmd.Push)]
     assert kinds == [cmd.Drop, cmd.RemoveNode, cmd.LaunchNode]
@@ -386,7 +388,8 @@ def test_weakness_a_node_given_up_learns_of_it() -> None:
     job = Job(JobSpec(min_nodes=1, max_nodes=2))
     job.attach("a")
     job.attach("b")
-    job.beat("a", at=10.0)
+    for at in (5.0, 10.0):
+        job.beat("a", at=at)
     outcome = job.wait(15.0)
     assert of_kind(cmd.Drop, outcome.commands) == [cmd.Drop(job.node_of["b"])]
     assert answers(job.attach("b", round=1)) == [

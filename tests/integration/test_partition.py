@@ -155,6 +155,28 @@ def test_a_short_cut_changes_nothing(island: Island, jobs: Jobs) -> None:
     assert "held still" not in node.text
 
 
+def test_a_master_that_is_cut_off_alone_costs_nothing(island: Island, jobs: Jobs) -> None:
+    """All nodes fall silent at once, for longer than a silence, and reach each other all the time:
+    it is the master's network, so no node is lost and no worker starts again."""
+    patience = ("--beat", "0.5", "--silence", "3", "--lease", "120")
+    master = jobs.master("--http", "off", "--insecure", *patience, listen=f"{island.address}:0")
+    options = ("--insecure", "--nnodes", "2", "--no-spares", "--node-rank")
+    nodes = [island.node(jobs, master, *options, rank, STEPS, name=rank) for rank in "01"]
+    steps_on(jobs, "1", 5)
+    island.cut()
+    master.wait_line("the master's own network may be down")
+    island.heal()
+    master.wait_line("is heard again")
+    for rank in "01":
+        steps_on(jobs, rank, 20)
+    jobs.finish()
+    for command in (*nodes, master):
+        command.succeeds()
+    assert "is lost" not in master.text
+    assert len(jobs.events("main")) == 2
+    jobs.expect_nothing_left()
+
+
 def test_a_cut_off_node_comes_back_to_a_job_that_waited(island: Island, jobs: Jobs) -> None:
     """Given up for its silence and not replaced: it stops its workers and joins anew."""
     master = jobs.master(*QUICK, listen=f"{island.address}:0")

@@ -187,6 +187,7 @@ class Scenario:
             node=int(words.pop("node", -1)),
             rank=int(words.pop("rank", -1)),
             topology=words.pop("switch", ""),
+            was=words.pop("was", ""),
         )
 
     def _beat(self, words: Words) -> Outcome:

@@ -22,7 +22,7 @@ from holdfast.sim.driver_scenario import FAULTS, scenario_of
 from holdfast.sim.driver_swarm import problem_of
 from holdfast.sim.drivers import run
 from holdfast.sim.loop import Process, VirtualLoop
-from holdfast.sim.scenario import MOMENTS, Ask, Fault, Scenario
+from holdfast.sim.scenario import CUT, MOMENTS, Ask, Fault, Scenario
 from holdfast.sim.swarm import load, main
 
 SEEDS = 32
@@ -75,7 +75,7 @@ def test_nothing_that_must_never_happen_happens(group: int) -> None:
 
 def test_the_fixed_seeds_have_everything() -> None:
     scenarios = [scenario_of(seed) for seed in range(SEEDS)]
-    assert {fault.kind for one in scenarios for fault in one.faults} == set(FAULTS)
+    assert {fault.kind for one in scenarios for fault in one.faults} == {*FAULTS, CUT}
     assert {fault.when for one in scenarios for fault in one.faults} == {"", *MOMENTS}
     assert any(one.samples and one.grows for one in scenarios)
     assert any(one.samples and one.epochs > 1 for one in scenarios)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from holdfast.core.job import records as rec
 from holdfast.sim.checkers import Checkers, Violation
 from holdfast.sim.clock import Clock
 from holdfast.sim.history import History
 from holdfast.sim.run import run
-from holdfast.sim.scenario import KINDS, LIE, STILL, Fault, Scenario, from_seed
+from holdfast.sim.scenario import CUT, KINDS, LIE, STILL, Fault, Scenario, from_seed
 from holdfast.sim.swarm import load, save, shrink
 
 SEEDS = 160
@@ -96,7 +97,20 @@ def test_what_the_swarm_once_found_stays_fixed(path: Path) -> None:
 
 def test_every_kind_of_fault_is_in_the_fixed_seeds() -> None:
     seen = {fault.kind for seed in range(SEEDS) for fault in from_seed(seed).faults}
-    assert seen == {*KINDS, LIE, STILL}
+    assert seen == {*KINDS, LIE, STILL, CUT}
+
+
+@pytest.mark.parametrize("managed", [False, True])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_master_that_is_cut_off_alone_costs_nothing(nodes: int, managed: bool) -> None:
+    """For longer than a silence (6 s) and not for a lease (20 s): no worker is restarted, and the
+    job takes as long as it does without."""
+    calm = Scenario(seed=3, nodes=nodes, min_nodes=1, steps=40, managed=managed)
+    cut = replace(calm, faults=(Fault(12.0, CUT, 0, 14.0),))
+    for scenario in (calm, cut):
+        result = run(scenario)
+        assert (result.problem, result.rounds) == ("", 1)
+        assert any("rank 0 steps 39" in line for line in result.lines)
 
 
 def test_a_seed_is_the_same_run_whatever_the_hash_seed() -> None:

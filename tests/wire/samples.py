@@ -63,6 +63,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         peer_certificate="ab" * 32,
         told=m.Told(journal="j1", life="m3", position=812),
         process="b00t/4026531836/17/4711",
+        ended_key="k0",
     ),
     m.Attached(
         job="train",

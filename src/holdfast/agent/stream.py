@@ -72,6 +72,8 @@ class MasterStream:
         self._first_contact_s = first_contact_s
         self._uniform = uniform
         self._agent_key = secrets.token_hex(8)
+        #: Under which this process was given up before.
+        self._ended_key = ""
         self._incarnation = 0
         #: The last that a master told of its journal, which must never be behind that.
         self._told: m.Told | None = None
@@ -119,7 +121,8 @@ class MasterStream:
                 await asyncio.sleep(pause_s * self._uniform(0.5, 1.0))
 
     def rejoin(self) -> None:
-        """Come back as a new agent process would."""
+        """Come back as a new agent process would, once the workers of the old one have ended."""
+        self._ended_key = self._agent_key
         self._agent_key, self._incarnation = secrets.token_hex(8), 0
         if self._link is not None and self._link.is_open:
             self._attach()
@@ -199,6 +202,7 @@ class MasterStream:
             agent_key=self._agent_key,
             incarnation=self._incarnation,
             told=self._told,
+            ended_key=self._ended_key,
         )
         self._link.send(attach, self._attach_call)
 

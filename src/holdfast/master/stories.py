@@ -26,7 +26,14 @@ def tell(event: Event) -> str:
             after = f" after a pause of {event.pause_s:g} s" if event.pause_s else ""
             return f"node rank {event.node_rank} is ordered{after}: {event.reason}"
         case ev.LeaseExpired():
-            return f"the lease of lost node id {event.node_id} expired"
+            return f"the lease of lost node id {event.node_id} is over"
+        case ev.NobodyHeard():
+            return (
+                f"no node has been heard for {event.quiet_s:.1f} s: the master's own network may "
+                "be down, so it waits for the first to come back until their leases end"
+            )
+        case ev.HeardAgain():
+            return f"node id {event.node_id} is heard again after {event.quiet_s:.1f} s"
         case _:
             return _tell_of_plans(event)
 

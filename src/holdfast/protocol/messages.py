@@ -138,6 +138,8 @@ class Attach(Message, frozen=True):
     """None as long as no master has said anything."""
     process: str = ""
     """The name of the agent's process (runtime/process_names.py); empty if there is none."""
+    ended_key: str = ""
+    """The key under which this process was given up: the workers of that time have ended."""
 
 
 class Attached(Message, frozen=True):

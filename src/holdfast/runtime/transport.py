@@ -33,6 +33,10 @@ UNSENT_BYTES_MAX = 512 * 1024 * 1024
 UNREAD_S = 10.0
 """A peer to which we owe that much and that takes nothing for this long is cut off."""
 
+UNHEARD_S = 10.0
+"""A client whose bytes nobody acknowledges for this long connects again: TCP alone would try less
+and less often, and find a network that is back as long after as it was away."""
+
 _PEERCRED = struct.Struct("3i")
 
 
@@ -92,7 +96,7 @@ class Link(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES_HIGH)
         self._deadline = self._loop.call_later(HANDSHAKE_S, self._handshake_late)
         if self._strangers is None:
-            _tune(transport.get_extra_info("socket"))
+            _tune(transport.get_extra_info("socket"), unheard_s=UNHEARD_S)
             return
         self._strangers.enter(self, self.abort)
         if self._same_user_only and not _is_same_user(transport.get_extra_info("socket")):
@@ -272,7 +276,7 @@ class Link(asyncio.Protocol):
         self.abort()
 
 
-def _tune(peer: socket.socket) -> None:
+def _tune(peer: socket.socket, unheard_s: float = 0.0) -> None:
     """Small messages at once, and a dead host noticed even on an idle stream.
 
     What is set on a listening socket, every connection that it accepts inherits.
@@ -284,6 +288,7 @@ def _tune(peer: socket.socket) -> None:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unheard_s * 1000))
 
 
 def _is_same_user(peer: socket.socket) -> bool:

@@ -5,7 +5,7 @@ from random import Random
 
 from msgspec.structs import replace
 
-from holdfast.sim.scenario import MOMENTS, Fault, Scenario, asks_of
+from holdfast.sim.scenario import MOMENTS, Fault, Scenario, asks_of, with_a_cut
 
 FAULTS = (
     *("kill_worker", "crash_worker", "stop_worker"),
@@ -48,7 +48,8 @@ def scenario_of(seed: int) -> Scenario:
     )
     if scenario.managed and rng.random() < 0.4:
         scenario = replace(scenario, asks=asks_of(rng, scenario))
-    return replace(scenario, faults=_faults(rng, scenario))
+    scenario = replace(scenario, faults=_faults(rng, scenario))
+    return with_a_cut(scenario, Random(f"driver cut {seed}"))
 
 
 def _faults(rng: Random, scenario: Scenario) -> tuple[Fault, ...]:

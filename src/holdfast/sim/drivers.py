@@ -276,6 +276,8 @@ class Drivers:
                 self.platform.launches_to_fail += 1
             case "slow_launches":
                 self.platform.slow_until = now + seconds
+            case "cut_master":
+                self.network.cut_master(seconds)
             case "cut_rack":
                 for place in sorted(self._nodes)[fault.target % 2 :: 2]:
                     self.network.partition(place, (UP, DOWN), seconds)

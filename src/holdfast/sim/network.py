@@ -153,6 +153,7 @@ class Network:
         self._links: dict[int, Stream] = {}
         self._next_link = 0
         self._blocked: dict[tuple[str, str], float] = {}
+        self._master_cut_until = 0.0
         self._slow: dict[str, float] = {}
         #: By place and direction: until when the next frame breaks its stream.
         self._break_next: dict[tuple[str, str], float] = {}
@@ -212,11 +213,26 @@ class Network:
             self._blocked[place, way] = max(until, self._blocked.get((place, way), 0.0))
         self.clock.after(seconds, lambda: self._let_through(place))
 
+    def cut_master(self, seconds: float) -> None:
+        """The master's own network is down for a while; the nodes reach each other."""
+        until = self.clock.now + seconds
+        self._master_cut_until = max(until, self._master_cut_until)
+        self.clock.after(seconds, self._let_all_through)
+
     def slow_down(self, place: str, seconds: float) -> None:
         self._slow[place] = self.clock.now + seconds
 
     def is_blocked(self, place: str, way: str) -> bool:
+        """Whether nothing gets through between this place and the master."""
+        return self._master_cut_until > self.clock.now or self.is_cut_off(place, way)
+
+    def is_cut_off(self, place: str, way: str) -> bool:
+        """Whether a partition cuts the place off from everything."""
         return self._blocked.get((place, way), 0.0) > self.clock.now
+
+    def _let_all_through(self) -> None:
+        for link in list(self._links.values()):
+            link.let_through()
 
     def _let_through(self, place: str) -> None:
         for link in self._of(place):

@@ -217,6 +217,8 @@ class Simulation:
             case "cut_rack":
                 for place in sorted(self._agents)[fault.target % 2 :: 2]:
                     self.stage.network.partition(place, (UP, DOWN), seconds)
+            case "cut_master":
+                self.stage.network.cut_master(seconds)
             case "cut_world":
                 # Its spares stay: they could take its place while it still computes.
                 for place in [p for p in sorted(self._agents) if self._agents[p].workers]:

@@ -30,6 +30,9 @@ KINDS = OF_WORKERS + OF_NODES + OF_STREAMS + OF_NETWORK + OF_MANY + OF_MASTER + 
 LIE = "lying_disk"
 """The master's machine loses power, and its disk had lied: some seeds have that besides."""
 
+CUT = "cut_master"
+"""The master's own network is down, and no other: some seeds have that besides."""
+
 MOMENTS = ("world", "restore", "attempt", "plan")
 """A world is formed, a restore agreed, a checkpoint begun, a plan done: much is under way then."""
 
@@ -211,8 +214,8 @@ def from_seed(seed: int) -> Scenario:
         near = rng.choice(faults).at if faults and rng.random() < 0.5 else None
         faults.append(_fault(rng, rng.choice(kinds), near, scenario.length_s(), moments))
     faults.sort(key=lambda fault: fault.at)
-    scenario = replace(scenario, faults=_within_budget(scenario, faults))
-    return _with_still_agents(_with_a_lie(scenario))
+    scenario = _with_a_lie(replace(scenario, faults=_within_budget(scenario, faults)))
+    return with_a_cut(_with_still_agents(scenario), Random(f"cut {seed}"))
 
 
 def _with_a_lie(scenario: Scenario) -> Scenario:
@@ -235,6 +238,17 @@ def _with_still_agents(scenario: Scenario) -> Scenario:
     at, lasting = rng.uniform(0.0, scenario.length_s()), rng.choice((3.0, 60.0, 60.0))
     still = Fault(round(at, 3), STILL, 0, lasting, rng.choice(("", "", "world", "restore")))
     return replace(scenario, faults=(*scenario.faults, still))
+
+
+def with_a_cut(scenario: Scenario, rng: Random) -> Scenario:
+    """In some seeds the master is cut off from all nodes: for less than a silence, for less than a
+    lease, or for longer."""
+    if rng.random() >= 0.15:
+        return scenario
+    lasting = round(rng.uniform(2.0, 1.5 * scenario.lease_s), 3)
+    at = round(rng.uniform(0.0, scenario.length_s()), 3)
+    cut = Fault(at, CUT, 0, lasting, rng.choice(("", "", MOMENTS[0])))
+    return replace(scenario, faults=tuple(sorted((*scenario.faults, cut), key=lambda f: f.at)))
 
 
 def _with_temper(rng: Random, scenario: Scenario) -> Scenario:

@@ -42,6 +42,7 @@ class Stream:
         self._rng = rng
         self._owner = owner
         self._key = f"{rng.getrandbits(64):016x}"
+        self._ended_key = ""
         self._incarnation = 0
         self._told: m.Told | None = None
         self._link: Link | None = None
@@ -67,7 +68,8 @@ class Stream:
             await self._clock.pause(pause_s * self._rng.uniform(0.5, 1.0))
 
     def rejoin(self) -> None:
-        """Come back as a new agent process would."""
+        """Come back as a new agent process would, once the workers of the old one have ended."""
+        self._ended_key = self._key
         self._key, self._incarnation = f"{self._rng.getrandbits(64):016x}", 0
         if self._link is not None:
             self._attach()
@@ -130,6 +132,7 @@ class Stream:
             agent_key=self._key,
             incarnation=self._incarnation,
             told=self._told,
+            ended_key=self._ended_key,
         )
         self._link.send(UP, attach, self._attach_call)
 

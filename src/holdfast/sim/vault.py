@@ -205,7 +205,7 @@ class Vault:
         """A partition cuts a machine off from everything."""
         network = self._stage.network
         ends = (self._agent.place, peer.place)
-        return not any(network.is_blocked(end, way) for end in ends for way in (UP, DOWN))
+        return not any(network.is_cut_off(end, way) for end in ends for way in (UP, DOWN))
 
     # ---- saving ---------------------------------------------------------------------------------
 

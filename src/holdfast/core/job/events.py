@@ -245,6 +245,21 @@ class NodeSilent(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class NobodyHeard(Event):
+    """No node is heard any more: the master takes itself for cut off, and waits."""
+
+    quiet_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeardAgain(Event):
+    """The first node is heard after nobody was."""
+
+    node_id: NodeId
+    quiet_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLost(Event):
     """The node is no longer part of the job."""
 

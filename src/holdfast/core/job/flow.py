@@ -26,6 +26,8 @@ from holdfast.core.kernel import Core
 from holdfast.model.job import JobSpec
 
 NEWS = (
+    ev.NobodyHeard,
+    ev.HeardAgain,
     ev.NodeOrdered,
     ev.PlanSettled,
     ev.MemoryRaised,

@@ -4,6 +4,10 @@
 A broken stream is noticed at once and forgiven for `reconnect_s`; silence on an open one is
 forgiven for `silence_s`. A node given up this way may still be computing out there, so its lease
 runs on: only when it has expired is the node certain to have stopped by itself.
+
+When nobody at all is heard any more, the likely cause is the master's own network, and the nodes
+train on. Then nobody is given up before its lease is over, unless the platform says that it is
+gone. Once the first is heard again, the others have the time of a silence to come back, too.
 """
 
 from collections.abc import Iterable
@@ -29,31 +33,74 @@ class Liveness:
         self._heap: list[tuple[float, NodeId]] = []
         #: The one heap entry of each node that counts; others are skipped when they surface.
         self._queued_at: dict[NodeId, float] = {}
+        #: When any node was heard last.
+        self._last_heard_at = 0.0
+        #: Watched nodes without a stream that had one.
+        self._broken: set[NodeId] = set()
+        #: Nodes that would have been given up, if anybody else had been heard.
+        self._waits_for: set[NodeId] = set()
+        #: Nodes not heard yet since nobody was: each has until its deadline, stream or none.
+        self._missed: set[NodeId] = set()
 
     def handle(self, event: Event, now: float) -> Outcome:
         match event:
             case ev.BeatReceived():
-                if event.node_id in self._expires_at:
-                    # A beat does not touch the heap: one dict write, however many nodes there are.
-                    self._heard_at[event.node_id] = now
-                    self._expires_at[event.node_id] = now + self._spec.silence_s
-                return NOTHING
+                if event.node_id not in self._expires_at:
+                    return NOTHING
+                # A beat does not touch the heap: a few writes, however many nodes there are.
+                outcome = self._hear(event.node_id, now)
+                self._heard_at[event.node_id] = now
+                self._expires_at[event.node_id] = now + self._spec.silence_s
+                return outcome
             case Tick():
                 return self._expire(now)
             case ev.NodeReady():
+                outcome = self._hear(event.member.node_id, now)
                 self._watch(event.member.node_id, now, self._spec.silence_s, "it went silent")
                 self._leases.pop(event.member.node_id, None)
+                return outcome
             case ev.NodeAbsent():
-                if event.node_id in self._expires_at:
-                    self._watch(event.node_id, now, self._spec.reconnect_s, "its stream broke")
+                self._absent(event.node_id, now)
             case ev.NodeExpected():
                 why = "it did not come back to the restarted master"
                 self._watch(event.node_id, now, self._spec.silence_s, why)
+                self._last_heard_at = now
             case ev.NodeLost():
                 self._lost(event, now)
             case ev.LeaseExpired():
                 self._leases.pop(event.node_id, None)
         return NOTHING
+
+    def _absent(self, node_id: NodeId, now: float) -> None:
+        if node_id not in self._expires_at:
+            return
+        self._broken.add(node_id)
+        if node_id not in self._missed and node_id not in self._waits_for:
+            self._watch(node_id, now, self._spec.reconnect_s, "its stream broke")
+
+    def _is_deaf(self, now: float) -> bool:
+        """Whether nobody is heard: every stream broke, or no beat came when many were due."""
+        patience_s = max(self._spec.silence_s / 2, 1.5 * self._spec.beat_s)
+        if now - self._last_heard_at > patience_s:
+            return True
+        return len(self._broken) == len(self._expires_at)
+
+    def _hear(self, node_id: NodeId, now: float) -> Outcome:
+        """A node is heard. If nobody was before, the others may be on their way back, too."""
+        outcome = NOTHING
+        if self._expires_at and self._is_deaf(now):
+            if self._waits_for:
+                quiet_s = now - self._last_heard_at
+                outcome = Outcome(facts=[ev.HeardAgain(node_id, quiet_s)])
+            for other in self._expires_at:
+                self._expires_at[other] = now + self._spec.silence_s
+                self._queue(other, self._expires_at[other])
+            self._missed = set(self._expires_at)
+            self._waits_for.clear()
+        self._last_heard_at = now
+        self._broken.discard(node_id)
+        self._missed.discard(node_id)
+        return outcome
 
     def _watch(self, node_id: NodeId, now: float, patience_s: float, why: str) -> None:
         at = now + patience_s
@@ -71,6 +118,8 @@ class Liveness:
     def _lost(self, event: ev.NodeLost, now: float) -> None:
         self._expires_at.pop(event.node_id, None)
         self._why.pop(event.node_id, None)
+        for nodes in (self._broken, self._waits_for, self._missed):
+            nodes.discard(event.node_id)
         heard_at = self._heard_at.pop(event.node_id, now)
         if not event.proven:
             at = heard_at + self._spec.lease_s
@@ -89,13 +138,29 @@ class Liveness:
                 continue
             if due_at > now:
                 self._queue(node_id, due_at)
-            elif node_id in self._expires_at:
-                del self._expires_at[node_id]
-                outcome.facts.append(ev.NodeSilent(node_id, self._why.pop(node_id)))
-            else:
+            elif node_id in self._leases:
                 del self._leases[node_id]
                 outcome.facts.append(ev.LeaseExpired(node_id))
+            elif not self._wait_for(outcome, node_id, now):
+                del self._expires_at[node_id]
+                self._broken.discard(node_id)
+                outcome.facts.append(ev.NodeSilent(node_id, self._why.pop(node_id)))
         return outcome
+
+    def _wait_for(self, outcome: Outcome, node_id: NodeId, now: float) -> bool:
+        """Whether this silence may be the master's own, so that the node has its whole lease.
+
+        All have until the last lease is over: they are lost in one step, and that is one incident.
+        """
+        at = self._last_heard_at + self._spec.lease_s
+        if at <= now or not self._is_deaf(now):
+            return False
+        if not self._waits_for:
+            outcome.facts.append(ev.NobodyHeard(now - self._last_heard_at))
+        self._waits_for.add(node_id)
+        self._expires_at[node_id] = at
+        self._queue(node_id, at)
+        return True
 
     def deadline(self) -> float | None:
         return self._heap[0][0] if self._heap else None

@@ -139,6 +139,10 @@ class Nodes:
             return
         if table.rules is None:
             self._open(outcome, rules_of_agent(attach, table))
+        former = table.by_key.get(attach.ended_key)
+        if former is not None and not table.nodes[former].proven:
+            # It was given up and has ended its workers: nobody has to wait for its lease.
+            outcome.facts.append(ev.LeaseExpired(former))
         known = table.by_key.get(attach.agent_key)
         node = table.nodes[known] if known is not None else self._admit(outcome, attach)
         self._fleet.orders.ready(node.node_rank, now)
