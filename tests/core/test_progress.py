@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time goes: every second has one use, and every incident its stages."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.job import events as ev
+from holdfast.core.job.progress import STEPLESS_S
+from holdfast.model.checkpoint import NONE
+from holdfast.model.ids import Round
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
-from tests.core.harness import Job, of_kind, running_pair
+from holdfast.protocol import checkpoints as c
+from tests.core.harness import Job, checkpoint, of_kind, running_pair
 
 CLOSE = 1e-6
 
@@ -30,7 +36,8 @@ def test_the_stages_of_a_start() -> None:
         {
             "idle": 1.0,
             "restart": 2.0,
-            "restore": 2.0,
+            "start": 2.0,
+            "restore": 0,
             "productive": 4.0,
             "checkpoint": 0,
             "detect": 0,
@@ -141,12 +148,104 @@ def test_a_first_step_heard_of_before_the_last_start_closes_the_incident() -> No
     assert job.machines.progress.view(job.now)["stage"] == "productive"
 
 
-def test_a_script_without_steps_counts_as_productive_while_it_runs() -> None:
+def progress_of(job: Job) -> dict[str, Any]:
+    return job.machines.progress.view(job.now)
+
+
+def test_before_the_first_step_nothing_is_called_productive() -> None:
+    """A script that fails at its imports has no goodput, however long that takes."""
     job = running_pair(silence_s=10_000.0, lease_s=20_000.0)
     job.wait(50.0)
-    assert job.seconds()["productive"] == pytest.approx(50.0)
+    assert progress_of(job)["goodput"] is None
     job.failed("a", 1, at=60.0)
-    assert job.seconds()["productive"] == pytest.approx(60.0)
+    assert job.seconds()["start"] == pytest.approx(60.0)
+    assert (job.seconds()["productive"], progress_of(job)["goodput"]) == (0.0, None)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_script_that_reports_no_steps_is_not_for_ever_on_its_way_to_the_first(
+    compacted: bool,
+) -> None:
+    job = running_pair(silence_s=10_000.0, lease_s=20_000.0)
+    job.failed("a", 1, at=10.0)
+    job.started("a", 2)
+    job.started("b", 2)
+    job.wait(10.0 + STEPLESS_S - 1.0)
+    assert progress_of(job)["stage"] == "start"
+    assert job.incidents()[0]["closed"] is False
+    job.wait(10.0 + STEPLESS_S)
+    assert progress_of(job)["stage"] == "productive"
+    assert job.seconds()["productive"] == pytest.approx(STEPLESS_S)
+    assert job.incidents()[0]["closed"] is True
+    # From now on it is known: the next round is at work as soon as its workers run.
+    job.restart(compacted=compacted)
+    job.attach("a", round=2)
+    job.attach("b", round=2)
+    job.failed("a", 2, at=700.0)
+    job.started("a", 3)
+    job.started("b", 3)
+    assert progress_of(job)["stage"] == "productive"
+    assert all(incident["closed"] for incident in job.incidents())
+
+
+def test_a_first_step_that_comes_very_late_was_no_work_before() -> None:
+    job = running_pair(silence_s=10_000.0, lease_s=20_000.0)
+    job.wait(900.0)
+    assert job.seconds()["productive"] == pytest.approx(900.0)
+    steps = job.beat("a", at=1000.0, round=1, steps=11, step=10, first=50.0, last=0.0)
+    assert of_kind(ev.FirstStepMade, steps.facts) == [ev.FirstStepMade(Round(1), 950.0)]
+    for _ in range(2):
+        assert job.seconds()["start"] == pytest.approx(950.0)
+        assert job.seconds()["productive"] == pytest.approx(50.0)
+        job.restart()
+        job.attach("a", round=1)
+        job.attach("b", round=1)
+        job.beat("a", round=1, steps=11, step=10, first=50.0, last=0.0)
+
+
+def test_an_open_incident_says_what_it_is_at_and_since_when() -> None:
+    job = stepping()
+    job.failed("b", 1, at=12.0, last=0.5)
+    job.started("a", 2, at=12.2)
+    job.wait(20.0)
+    (incident,) = job.incidents()
+    assert (incident["stage"], incident["stage_s"]) == ("restart", pytest.approx(8.0))
+    assert incident["open_s"] == incident["recovery_s"] == pytest.approx(20.0 - 11.5)
+
+
+def test_the_way_to_the_first_step_is_told_in_parts() -> None:
+    """A spare's workers that import for long are not taken for a slow checkpoint."""
+    job = stepping()
+    job.failed("b", 1, at=12.0, last=0.0)
+    job.started("a", 2, at=13.0)
+    job.started("b", 2, at=13.0)
+    asks = [restore_ask(), restore_ask()]
+    job.now = 14.0
+    checkpoint(job, asks[0], "a")
+    assert job.incidents()[0]["part"] == "import", "the other node is not there yet"
+    job.now = 33.0
+    agreed = checkpoint(job, asks[1], "b")
+    assert of_kind(ev.RestoreAgreed, agreed.facts)
+    assert job.incidents()[0]["part"] == "first step"
+    job.beat("a", at=35.0, round=2, steps=1, step=5, first=0.0, last=0.0)
+    (incident,) = job.incidents()
+    assert incident["stages"]["restore"] == pytest.approx(22.0)
+    assert incident["restore_parts"] == pytest.approx({"import": 20.0, "load": 0, "first step": 2})
+
+
+def restore_ask() -> c.NodeRestore:
+    return c.NodeRestore(directory="/c", round=2, holdings=(), stored=(), prepared=NONE, wants=())
+
+
+def test_steps_after_the_last_beat_are_counted_when_the_next_round_tells_of_them() -> None:
+    job = stepping()
+    job.failed("b", 1, at=12.5, last=0.0)
+    job.started("a", 2)
+    job.started("b", 2)
+    # The last beat told of step 4 at 10; the next round goes on after step 6.
+    job.beat("a", at=14.0, round=2, steps=1, step=7, first=0.0, last=0.0)
+    assert (progress_of(job)["step"], progress_of(job)["steps_total"]) == (7, 8)
+    assert progress_of(job)["step_age_s"] == 0.0
 
 
 def test_after_the_end_no_time_is_counted() -> None:

@@ -50,6 +50,19 @@ def test_a_version_is_safe_once_every_node_has_copied_it() -> None:
     assert safe(ledger) == 5
 
 
+def test_what_was_safe_before_an_incident_is_shown_as_not_confirmed() -> None:
+    ledger = Ledger(2)
+    for node in (0, 1):
+        copied(ledger, node, V5)
+    ledger.form((0, 1))
+    (view,) = ledger.machine.view()
+    assert (view["safe"], view["safe_confirmed"]) == (5, False)
+    for node in (0, 1):
+        copied(ledger, node, V6)
+    (view,) = ledger.machine.view()
+    assert (view["safe"], view["safe_confirmed"]) == (6, True)
+
+
 def test_nobody_waits_for_a_version_that_a_node_has_skipped() -> None:
     ledger = Ledger(2)
     waits = copied(ledger, 0, V5)

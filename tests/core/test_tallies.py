@@ -65,7 +65,11 @@ def test_what_a_lost_node_has_done_still_counts() -> None:
     tallies.handle(lost(7), 2.0)
     view = tallies.view(10.0)
     assert (view["saves"], view["written_bytes"], view["restored"]) == (10, 200, {"storage": 2})
-    assert view["memory_step"] == -1
+    assert (view["memory_step"], view["memory_confirmed"]) == (5, False)
+    tallies.handle(
+        ev.RestoreAgreed("/ckpt", Round(2), Version(0, 3), 1, fresh=False, notes=()), 11.0
+    )
+    assert tallies.view(11.0)["memory_step"] == -1, "what came back is older: that step is gone"
 
 
 def failed(count: int, step: int, why: str = "no room") -> Tally:
@@ -110,3 +114,23 @@ def test_commits_and_failures_are_counted_and_the_last_commit_has_an_age() -> No
     tallies.handle(ev.CheckpointCommitted("/other", Version(0, 7), "x-3"), 8.0)
     view = tallies.view(10.0)
     assert (view["commits"], view["failures"], view["storage_age_s"]) == (2, 1, 2)
+
+
+def test_after_a_loss_the_step_of_before_is_shown_as_not_confirmed() -> None:
+    """At the worst moment people must not read that nothing is in memory."""
+    tallies = Tallies()
+    tallies.handle(world(0, 1), 0.0)
+    tallies.handle(told(0, tally(5, 544)), 10.0)
+    tallies.handle(told(1, tally(5, 544)), 10.0)
+    assert tallies.view(11.0)["memory_confirmed"] is True
+    tallies.handle(lost(1), 12.0)
+    for event in (None, world(0, 2), told(2, tally(0, -1))):
+        if event is not None:
+            tallies.handle(event, 13.0)
+        view = tallies.view(20.0)
+        assert (view["memory_step"], view["memory_confirmed"]) == (544, False)
+        assert view["memory_age_s"] == 11.0
+    tallies.handle(told(0, tally(6, 545)), 21.0)
+    tallies.handle(told(2, tally(6, 545)), 21.0)
+    view = tallies.view(21.0)
+    assert (view["memory_step"], view["memory_confirmed"]) == (545, True)

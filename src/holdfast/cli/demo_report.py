@@ -103,7 +103,7 @@ def make_report(
         worst_difference=round(curve.worst_difference, 5),
         took_s=round(took_s, 2),
         first_step_s=round(lines[0].t - started_at, 2) if lines else 0.0,
-        goodput=view.progress.goodput if view is not None else 0.0,
+        goodput=(view.progress.goodput or 0.0) if view is not None else 0.0,
         seconds=view.progress.seconds if view is not None else {},
         interruptions=tuple(rows),
         master=master,

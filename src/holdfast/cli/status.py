@@ -73,7 +73,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_story_json(story: m.Story) -> None:
-    line = {"at_s": round(story.at_s, 3), "kind": story.kind, "text": story.text}
+    about = {"at_s": round(story.at_s, 3), "kind": story.kind, "text": story.text}
+    line = {**about, **story.fields}
     print(msgspec.json.encode(line).decode(), flush=True)
 
 
@@ -128,7 +129,10 @@ def _summary(job: JobView) -> Table:
         reached = f"{progress.step:,}" if progress.step >= 0 else "not reported"
         done = f"{progress.steps_total:,} finished, those done again included"
         grid.add_row("step", f"{reached} ({done})")
-    grid.add_row("goodput", f"{progress.goodput:.1%}{_spent(progress.seconds)}")
+    share = "not known before the first step"
+    if progress.goodput is not None:
+        share = f"{progress.goodput:.1%} of the time"
+    grid.add_row("goodput", f"{share}{_spent(progress.seconds)}")
     if job.restarts:
         counts = ", ".join(f"{count} {plain(reason)}" for reason, count in job.restarts.items())
         grid.add_row("restarts", Text(counts))
@@ -160,7 +164,8 @@ def _checkpoints(view: CheckpointsView) -> str:
     if view.writing >= 0:
         parts.append(f"step {view.writing:,} on its way ({plain(view.reason)})")
     if view.safe >= 0:
-        parts.append(f"step {view.safe:,} safe on other nodes")
+        as_of = "" if view.safe_confirmed else " (as of before the incident)"
+        parts.append(f"step {view.safe:,} safe on other nodes{as_of}")
     return f"{plain(view.directory)}: {', '.join(parts)}"
 
 
@@ -173,7 +178,7 @@ def _not_saved(saving: SavingView) -> str:
 def _spent(seconds: dict[str, float]) -> str:
     """Where the time went, without the uses that took none."""
     used = [f"{plain(use)} {duration(s)}" for use, s in seconds.items() if s >= 0.05]
-    return f" of the time: {', '.join(used)}" if used else ""
+    return f": {', '.join(used)}" if used else ""
 
 
 def _node_table(job: JobView) -> Table:
@@ -217,5 +222,6 @@ def _incident(incident: IncidentView) -> list[RenderableType]:
     if incident.closed:
         line = Text(f"recovery {incident.recovery_s:.{digits}f} s: {stages}")
     else:
-        line = Text(f"not over, so far: {stages}", style="yellow")
+        now = f"now {plain(incident.part or incident.stage)} for {duration(incident.stage_s)}"
+        line = Text(f"not over after {duration(incident.open_s)}, {now}: {stages}", style="yellow")
     return [head, Padding(line, (0, 0, 0, 2))]

@@ -82,10 +82,13 @@ def _of_the_progress(progress: ProgressView) -> Iterator[Metric]:
         "use",
         progress.seconds,
     )
-    yield _gauge("holdfast_goodput_ratio", "Productive share of the seconds.", progress.goodput)
+    if progress.goodput is not None:
+        text = "Productive share of the seconds; nothing before the first step."
+        yield _gauge("holdfast_goodput_ratio", text, progress.goodput)
     count = max((incident.number for incident in progress.incidents), default=0)
     yield CounterMetricFamily("holdfast_incidents", "Interruptions of the job.", value=count)
-    closed = [incident.stages for incident in progress.incidents if incident.closed]
+    # Of an incident that was followed by the next one before any step, the last stage is missing.
+    closed = [one.stages for one in progress.incidents if one.closed and "restore" in one.stages]
     yield _gauges(
         "holdfast_recovery_seconds",
         "Stages of the last recovery that is complete; their sum is the recovery time.",

@@ -13,7 +13,7 @@ from holdfast.core.job.flow import JobCore
 from holdfast.core.kernel import Command, Event
 from holdfast.master.farewell import Farewell
 from holdfast.master.showing import Showing
-from holdfast.master.stories import describe_progress, tell
+from holdfast.master.stories import describe_progress, fields_of, tell
 from holdfast.model.ids import NodeId
 from holdfast.model.node import Phase
 from holdfast.ports.desk import Desk
@@ -22,7 +22,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
 from holdfast.protocol.data import DataCall, DataMarked
 from holdfast.protocol.services import FROM_WORKERS
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Say, wall_clock
 from holdfast.runtime.transport import Link
 
 NOBODY = NodeId(-1)
@@ -47,10 +47,11 @@ class Service:
         *,
         now: Callable[[], float],
         say: Say,
+        wall: Callable[[], float] = wall_clock,
     ) -> None:
         self._job = job
         self._core = core
-        self._now = now
+        self._now, self._wall = now, wall
         self._say = say
         self._platform: Platform | None = None
         self._showing: Showing | None = None
@@ -100,11 +101,14 @@ class Service:
 
     def view(self) -> dict[str, object]:
         """The job as /api/v1/job and `holdfast status` show it."""
+        now, wall_s = self._now(), self._wall()
         view = {
             "job": self._job,
-            "time_s": round(self._now(), 3),
+            "time_s": round(now, 3),
+            "wall_s": round(wall_s, 3),
+            "started_wall_s": round(wall_s - now, 3),
             "attached": len(self._link_of),
-            **self._core.view(self._now()),
+            **self._core.view(now),
         }
         if self._waiting:
             for row in cast(list[dict[str, object]], view["nodes"]):
@@ -212,7 +216,7 @@ class Service:
         self._say(text)
         if self._showing is not None:
             self._showing.happened(event, text)
-        story = m.Story(now, type(event).__name__, text, {})
+        story = m.Story(now, type(event).__name__, text, fields_of(event))
         for link in self._followers.values():
             link.send(story)
 

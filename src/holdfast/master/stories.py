@@ -138,6 +138,32 @@ def _tell_of_data(event: Event) -> str:
     return ""
 
 
+_FIELDS = {
+    "node_id": "node_id",
+    "node_rank": "node_rank",
+    "round": "round",
+    "number": "incident",
+    "generation": "generation",
+    "directory": "directory",
+}
+
+
+def fields_of(event: Event) -> dict[str, str | int | float]:
+    """What an event is about, for programs: the node, the round, the incident, the step."""
+    about: dict[str, str | int | float] = {
+        name: value
+        for attribute, name in _FIELDS.items()
+        if isinstance(value := getattr(event, attribute, None), int | str)
+    }
+    if (member := getattr(event, "member", None)) is not None:
+        about |= {"node_id": member.node_id, "node_rank": member.node_rank}
+    if (world := getattr(event, "world", None)) is not None:
+        about |= {"round": world.round, "generation": world.generation}
+    if (version := getattr(event, "version", None)) is not None:
+        about["step"] = version.step
+    return about
+
+
 def describe_progress(view: Mapping[str, Any]) -> str:
     """The status line of a running job."""
     world, progress = view["world"], view["progress"]
@@ -149,7 +175,9 @@ def describe_progress(view: Mapping[str, Any]) -> str:
     restarts = sum(view["restarts"].values())
     if restarts:
         parts.append(_count(restarts, "restart"))
-    return f"{view['job']}: {', '.join(parts)}, goodput {progress['goodput']:.0%}"
+    if progress["goodput"] is not None:
+        parts.append(f"goodput {progress['goodput']:.0%}")
+    return f"{view['job']}: {', '.join(parts)}"
 
 
 def _count(number: int, noun: str) -> str:

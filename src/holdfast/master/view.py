@@ -44,18 +44,32 @@ class IncidentView(Struct, frozen=True):
     at_s: float = 0.0
     node_rank: int = -1
     stages: dict[str, float] = {}
+    restore_parts: dict[str, float] = {}
+    """What the stage `restore` went into: import, load, first step; empty if that is not known."""
     recovery_s: float = 0.0
+    """Until the next step; of an incident that is not over: until now."""
     closed: bool = False
+    stage: str = ""
+    """What it is at now, if it is not over."""
+    part: str = ""
+    stage_s: float = 0.0
+    open_s: float = 0.0
+    """How long nothing has been trained."""
 
 
 class ProgressView(Struct, frozen=True):
     """Steps, and where the time went."""
 
     step: int = -1
+    """The newest that a beat told or a save has."""
+    step_age_s: float = -1.0
+    """Since the last step that a beat told; -1 if none did."""
     steps_total: int = 0
     stage: str = ""
+    stage_s: float = 0.0
     seconds: dict[str, float] = {}
-    goodput: float = 0.0
+    goodput: float | None = None
+    """None before the first step."""
     incidents: tuple[IncidentView, ...] = ()
 
 
@@ -73,6 +87,8 @@ class CheckpointsView(Struct, frozen=True):
     """The newest step on storage."""
     safe: int = -1
     """The newest step that every node has copied to others."""
+    safe_confirmed: bool = True
+    """False: that was before an incident, and the nodes have not said yet what is left of it."""
     writing: int = -1
     """The newest step that is on its way to storage."""
     reason: str = ""
@@ -91,6 +107,8 @@ class SavingView(Struct, frozen=True):
     memory_step: int = -1
     """The newest step that every node of the world has in memory."""
     memory_age_s: float = -1.0
+    memory_confirmed: bool = True
+    """False: as before an incident; not every node of the world has said since what it has."""
     written_bytes: int = 0
     """Brought to storage, with what was not committed in the end."""
     written_s: float = 0.0
@@ -149,6 +167,9 @@ class JobView(Struct, frozen=True):
     job: str
     state: str
     time_s: float = 0.0
+    wall_s: float = 0.0
+    """The time of day, in seconds since 1970; 0: an older master, which does not say it."""
+    started_wall_s: float = 0.0
     reason: str = ""
     attached: int = 0
     restarts: dict[str, int] = {}

@@ -239,6 +239,7 @@ class Checkpoints:
             state.keep_positions(out, directory, version, positions)
         elif is_followed and version != NONE:
             notes += (f"step {version.step} does not say how far its data were: they begin anew",)
+        self._of(directory).replication.restored(version)
         out.facts.append(
             ev.RestoreAgreed(
                 directory, self._crew.round, version, lineage, choice.fresh, notes, positions
@@ -277,6 +278,11 @@ class Checkpoints:
 
     def snapshot(self) -> Iterable[Record]:
         return self._state.snapshot()
+
+    def newest_safe(self) -> int:
+        """The newest step that is copied to other nodes, or was before an incident; or -1."""
+        known = (series.replication.newest_safe.step for series in self._series.values())
+        return max(known, default=-1)
 
     def view(self) -> list[dict[str, object]]:
         """Each directory as people see it."""

@@ -392,6 +392,7 @@ class IncidentClosed(Event):
     rendezvous_s: float
     restart_s: float
     restore_s: float
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

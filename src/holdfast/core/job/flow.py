@@ -66,15 +66,17 @@ class JobCore:
 
     def view(self, now: float) -> dict[str, object]:
         """The state of the job as people and tools see it."""
+        saving = self.tallies.view(now)
+        saved_step = max(saving["memory_step"], self.checkpoints.newest_safe())
         return {
             **self.verdicts.view(),
             "world": self.rendezvous.view(),
             "nodes": [*self.nodes.view(), *self.roles.view()],
             "wanted": {**self.nodes.wanted(), "roles": self.roles.wanted()},
-            "progress": self.progress.view(now),
+            "progress": self.progress.view(now, saved_step),
             "store": self.sync.view(),
             "checkpoints": self.checkpoints.view(),
-            "saving": self.tallies.view(now),
+            "saving": saving,
             "datasets": self.shards.view(now),
         }
 
@@ -100,7 +102,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.FailureReported, rendezvous)
     core.route(ev.DoneReported, rendezvous, hangs)
     core.route(ev.KvRequested, sync)
-    core.route(ev.CheckpointRequested, checkpoints)
+    core.route(ev.CheckpointRequested, progress, checkpoints)
     core.route(ev.DataRequested, shards)
     core.route(ev.DataMarks, checkpoints, shards)
     core.route(ev.RequestDropped, sync, shards)
@@ -118,7 +120,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.NodeLost, tallies, liveness, sync, shards, checkpoints, rendezvous)
     core.route(ev.LeaseExpired, nodes, liveness, rendezvous)
     core.route(ev.WorldHurt, verdicts)
-    core.route(ev.WorldBroken, progress, hangs, checkpoints, rendezvous, nodes)
+    core.route(ev.WorldBroken, progress, tallies, hangs, checkpoints, rendezvous, nodes)
     core.route(ev.WorldFormed, nodes, sync, progress, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldFound, nodes, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldStarted, progress, verdicts)
@@ -129,7 +131,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.JobFinished, nodes, rendezvous, progress, checkpoints, hangs, roles)
     core.route(ev.AttemptFailed, tallies)
     core.route(ev.CheckpointCommitted, tallies)
-    core.route(ev.RestoreAgreed, shards)  # the data goes back with the model
+    core.route(ev.RestoreAgreed, progress, tallies, shards)  # the data goes back with the model
     core.route(ev.DatasetFollows, checkpoints)
     core.route(ev.VersionMarked, checkpoints)
     for news in NEWS:

@@ -6,17 +6,26 @@ exactly even if it is heard of later: beats and reports say how long ago a step 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, commit
-from holdfast.model.ids import Round
+from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
+from holdfast.model.ids import NodeId, Round
 from holdfast.model.use import Use
+from holdfast.protocol.checkpoints import NodeRestore
 
 INCIDENTS_KEPT = 200
+
+STEPLESS_S = 600.0
+"""Workers that ran this long without a step are taken for those of a script that reports none."""
+
+UNHEARD_STEPS_S = 30.0
+"""At most so many seconds of steps are taken to be made between the last beat and a failure."""
+
+_BEFORE_A_STEP = (Use.RESTART, Use.START, Use.RESTORE)
 
 
 @dataclass(slots=True)
@@ -28,6 +37,12 @@ class _Heard:
     first_step_at: float = -1.0
     last_step_at: float = -1.0
     saved: int = -1
+    asked: set[NodeId] = field(default_factory=set)
+    """Nodes whose workers all asked for a checkpoint."""
+    imported_at: float = -1.0
+    """When all nodes had asked."""
+    loaded_at: float = -1.0
+    """When all had a checkpoint at hand, or knew that there is none."""
 
 
 class Progress:
@@ -46,6 +61,8 @@ class Progress:
         self._incidents: dict[int, rec.IncidentNoted] = {}
         # Volatile.
         self._heard = _Heard()
+        #: Nodes of the present world; 0: not known to this master.
+        self._nodes = 0
         self._is_suspended = False
         self._ended = False
 
@@ -64,7 +81,15 @@ class Progress:
             case ev.StartReported():
                 return self._exact_detect(event.report.last_step_ago_s, now)
             case ev.WorldStarted() if self._use is Use.RESTART:
-                return self._enter(Use.RESTORE, now)
+                return self._started(now)
+            case Tick() if self._is_stepless(now):
+                # All that is known of such a script is that its workers run: that is its work.
+                outcome = Outcome()
+                self._settle(outcome, now, Use.PRODUCTIVE)
+                outcome.add(self._enter(Use.PRODUCTIVE, now))
+                return outcome
+            case ev.CheckpointRequested() | ev.RestoreAgreed():
+                self._restoring(event, now)
             case ev.JobOpened() if self._until is None:
                 outcome = Outcome()
                 commit(self, outcome, rec.TimeSpent(Use.IDLE, 0.0, now))
@@ -78,34 +103,79 @@ class Progress:
                 if self._round > 0:
                     return self._enter(Use.RENDEZVOUS, now)
             case ev.JobFinished():
-                outcome = self._enter(Use.IDLE, now)
+                outcome = Outcome()
+                if event.ok and self._use is Use.START:
+                    # A script that reports no step came to its end: it did work.
+                    self._settle(outcome, now, Use.PRODUCTIVE)
+                outcome.add(self._enter(Use.IDLE, now))
                 self._ended = True
                 return outcome
         return NOTHING
 
     def deadline(self) -> float | None:
-        return None
+        if self._use is not Use.START or self._until is None or self._ended:
+            return None
+        return self._until + STEPLESS_S
+
+    def _is_stepless(self, now: float) -> bool:
+        at = self.deadline()
+        return at is not None and at <= now
+
+    def _has_stepped(self) -> bool:
+        return self._heard.steps > 0 or self._steps_before > 0
+
+    def _started(self, now: float) -> Outcome:
+        """All workers run."""
+        if self._has_stepped():
+            return self._enter(Use.RESTORE, now)
+        # Work without a step: this script was found to report none.
+        is_stepless = self._spent[Use.PRODUCTIVE] > 0
+        return self._enter(Use.PRODUCTIVE if is_stepless else Use.START, now)
+
+    def _restoring(self, event: ev.CheckpointRequested | ev.RestoreAgreed, now: float) -> None:
+        """Note how far the workers are on their way to the first step."""
+        heard = self._heard
+        if self._use not in _BEFORE_A_STEP:
+            return
+        if isinstance(event, ev.RestoreAgreed):
+            heard.loaded_at = now
+        elif isinstance(event.body, NodeRestore) and event.body.round == self._round:
+            heard.asked.add(event.node_id)
+            if len(heard.asked) == self._nodes and heard.imported_at < 0:
+                heard.imported_at = now
 
     def _beat(self, event: ev.BeatReceived, now: float) -> Outcome:
         beat = event.beat
         if beat.round != self._round or beat.steps <= 0:
             return NOTHING
-        heard = self._heard
+        heard, has_stepped = self._heard, self._has_stepped()
         heard.steps = max(heard.steps, beat.steps)
         heard.saved = max(heard.saved, beat.saved_step)
         heard.last_step_at = max(heard.last_step_at, now - beat.last_step_ago_s)
         if heard.first_step_at < 0 and beat.first_step_ago_s >= 0:
             heard.first_step_at = max(0.0, now - beat.first_step_ago_s)
         outcome = Outcome()
-        if self._use in (Use.RESTORE, Use.RESTART) and heard.first_step_at >= 0:
+        if self._use in _BEFORE_A_STEP and heard.first_step_at >= 0:
             at = max(heard.first_step_at, self._until or 0.0)
             outcome.add(self._enter(Use.PRODUCTIVE, at))
             outcome.facts.append(ev.FirstStepMade(self._round, at))
+        elif not has_stepped and heard.first_step_at >= 0:
+            self._was_not_stepless(outcome, heard.first_step_at)
         if beat.step >= 0:
             if heard.step < 0:
                 self._count_loss(outcome, first_step=beat.step - beat.steps + 1)
             heard.step = max(heard.step, beat.step)
         return outcome
+
+    def _was_not_stepless(self, outcome: Outcome, first_step_at: float) -> None:
+        """The first step came late, or a new master hears of it: what was before it is no work."""
+        self._settle(outcome, first_step_at, Use.PRODUCTIVE)
+        assert self._until is not None
+        start_s = self._spent[Use.PRODUCTIVE] - max(0.0, self._until - first_step_at)
+        if start_s > 0:
+            commit(self, outcome, rec.TimeSpent(Use.PRODUCTIVE, -start_s, self._until))
+            commit(self, outcome, rec.TimeSpent(Use.START, start_s, self._until))
+        outcome.facts.append(ev.FirstStepMade(self._round, first_step_at))
 
     def _count_loss(self, outcome: Outcome, first_step: int) -> None:
         """Steps that the new world does again were not productive the first time."""
@@ -117,8 +187,12 @@ class Progress:
             assert self._until is not None
             commit(self, outcome, rec.TimeSpent(Use.PRODUCTIVE, -lost_s, self._until))
             commit(self, outcome, rec.TimeSpent(Use.LOST, lost_s, self._until))
+        # Steps after the last beat of the round before were made, or this one began elsewhere.
+        unheard = -again if self._step >= 0 and again < 0 else 0
+        if unheard * self._step_price_s > UNHEARD_STEPS_S or self._step_price_s == 0:
+            unheard = 0
         # Also says that this loss is counted, whichever master hears the next beat.
-        at = rec.StepsSeen(first_step - 1, self._steps_before, self._step_price_s)
+        at = rec.StepsSeen(first_step - 1, self._steps_before + unheard, self._step_price_s)
         commit(self, outcome, at)
 
     def _broken(self, event: ev.WorldBroken, now: float) -> Outcome:
@@ -161,7 +235,10 @@ class Progress:
     def _stop_productive(self, outcome: Outcome, now: float, last_step_ago_s: float) -> float:
         """Split the time until now into productive and detect; the latter is returned."""
         if self._use is not Use.PRODUCTIVE:
-            self._settle(outcome, now, self._counted_as())
+            self._settle(outcome, now, self._use)
+            return 0.0
+        if not self._has_stepped():
+            self._settle(outcome, now, Use.PRODUCTIVE)
             return 0.0
         assert self._until is not None
         last_step_at = now - last_step_ago_s if last_step_ago_s >= 0 else self._heard.last_step_at
@@ -174,7 +251,7 @@ class Progress:
         outcome = Outcome()
         if event.planned:
             # Its workers were well until now: nothing had to be detected.
-            self._settle(outcome, now, self._counted_as())
+            self._settle(outcome, now, self._use)
             number = self._next_incident()
             note = rec.IncidentNoted(number, self._round, now, event.reason, -1, 0.0)
             commit(self, outcome, note)
@@ -185,6 +262,7 @@ class Progress:
         reached, total = self._reached(), self._steps_before + heard.steps
         commit(self, outcome, rec.StepsSeen(reached, total, price_s))
         self._round, self._heard = event.world.round, _Heard()
+        self._nodes = len(event.world.members)
         outcome.add(self._enter(Use.RESTART, now))
         return outcome
 
@@ -194,25 +272,22 @@ class Progress:
     def _enter(self, use: Use, at: float) -> Outcome:
         """The next stage begins; the incident that is open learns how long the last one took."""
         outcome = Outcome()
-        took_s = self._settle(outcome, at, self._counted_as())
+        began_at = self._until or 0.0
+        took_s = self._settle(outcome, at, self._use)
         note = self._incidents.get(max(self._incidents, default=0))
         if note is not None and note.restore_s < 0:
             changed = _with_stage(note, self._use, took_s)
             if use is Use.PRODUCTIVE and changed.restore_s < 0:
                 # The first step was heard of before the last worker's start.
                 changed = replace(changed, restore_s=0.0)
+            elif use is Use.PRODUCTIVE:
+                changed = _with_parts(changed, self._heard, began_at)
             if changed is not note:
                 commit(self, outcome, changed)
             if use is Use.PRODUCTIVE:
                 outcome.facts.append(_closed(changed))
         commit(self, outcome, rec.StageEntered(use, self._round))
         return outcome
-
-    def _counted_as(self) -> Use:
-        if self._use is Use.RESTORE and self._heard.steps == 0 and self._steps_before == 0:
-            # A script that never reports a step: all we know is that its workers ran.
-            return Use.PRODUCTIVE
-        return self._use
 
     def _settle(self, outcome: Outcome, at: float, use: Use) -> float:
         """Attribute the time since the last settlement."""
@@ -251,20 +326,52 @@ class Progress:
         yield rec.StageEntered(self._use, self._round)
         yield from self._incidents.values()
 
-    def view(self, now: float) -> dict[str, object]:
-        """Steps, goodput and the story of every incident."""
-        spent = dict(self._spent)
+    def view(self, now: float, saved_step: int = -1) -> dict[str, object]:
+        """Steps, goodput and the story of every incident.
+
+        `saved_step` is the newest that is known to be saved: a beat may not have told it yet.
+        """
+        spent, stage_s = dict(self._spent), 0.0
         if self._until is not None and not self._ended:
-            spent[self._counted_as()] += max(0.0, now - self._until)
-        total = sum(spent.values())
+            stage_s = max(0.0, now - self._until)
+            spent[self._use] += stage_s
+        total, last_step_at = sum(spent.values()), self._heard.last_step_at
+        reached = self._reached()
+        productive_s = spent[Use.PRODUCTIVE]
+        is_known = self._has_stepped() or productive_s > 0
+        incidents = [_view(note) for note in self._incidents.values()]
+        for incident in incidents[:-1]:
+            incident["closed"] = True  # Another one followed, whatever came of it.
+        if incidents and not incidents[-1]["closed"]:
+            incidents[-1] |= self._open_incident(now, stage_s)
         return {
-            # What was saved is shown only: it may count something else than optimizer steps.
-            "step": self._reached() if self._reached() >= 0 else self._heard.saved,
+            # What was saved may count something else than optimizer steps.
+            "step": max(reached if reached >= 0 else self._heard.saved, saved_step),
+            "step_age_s": round(now - last_step_at, 3) if last_step_at >= 0 else -1.0,
             "steps_total": self._steps_before + self._heard.steps,
             "stage": str(self._use),
+            "stage_s": round(stage_s, 3),
             "seconds": {str(use): round(seconds, 3) for use, seconds in spent.items()},
-            "goodput": round(spent[Use.PRODUCTIVE] / total, 4) if total > 0 else 0.0,
-            "incidents": [_view(note) for note in self._incidents.values()],
+            "goodput": round(productive_s / total, 4) if is_known and total > 0 else None,
+            "incidents": incidents,
+        }
+
+    def _open_incident(self, now: float, stage_s: float) -> dict[str, object]:
+        """What the newest incident is at, and how long nothing has been trained."""
+        if self._ended:
+            return {"closed": True}
+        note, heard = self._incidents[max(self._incidents)], self._heard
+        part = ""
+        if self._use in (Use.START, Use.RESTORE) and self._nodes > 0 and heard.asked:
+            part = "import" if heard.imported_at < 0 else "load"
+            part = part if heard.loaded_at < 0 else "first step"
+        open_s = round(now - note.at_s + max(note.detect_s, 0.0), 3)
+        return {
+            "stage": str(self._use),
+            "part": part,
+            "stage_s": round(stage_s, 3),
+            "open_s": open_s,
+            "recovery_s": open_s,
         }
 
 
@@ -274,6 +381,7 @@ def _with_stage(note: rec.IncidentNoted, use: Use, took_s: float) -> rec.Inciden
         Use.RESTART: note.restart_s,
         Use.RESTORE: note.restore_s,
     }
+    use = Use.RESTORE if use is Use.START else use
     if use not in stages or stages[use] >= 0:
         return note
     stages[use] = took_s
@@ -285,6 +393,14 @@ def _with_stage(note: rec.IncidentNoted, use: Use, took_s: float) -> rec.Inciden
     )
 
 
+def _with_parts(note: rec.IncidentNoted, heard: _Heard, began_at: float) -> rec.IncidentNoted:
+    """What the time from running processes to the first step went into, if that is known."""
+    if not began_at <= heard.imported_at <= heard.loaded_at <= began_at + note.restore_s:
+        return note
+    import_s, load_s = heard.imported_at - began_at, heard.loaded_at - heard.imported_at
+    return replace(note, import_s=import_s, load_s=load_s)
+
+
 def _closed(note: rec.IncidentNoted) -> ev.IncidentClosed:
     return ev.IncidentClosed(
         Round(note.round),
@@ -293,6 +409,7 @@ def _closed(note: rec.IncidentNoted) -> ev.IncidentClosed:
         rendezvous_s=max(note.rendezvous_s, 0.0),
         restart_s=max(note.restart_s, 0.0),
         restore_s=max(note.restore_s, 0.0),
+        number=note.number,
     )
 
 
@@ -304,6 +421,10 @@ def _view(note: rec.IncidentNoted) -> dict[str, object]:
         "restore": note.restore_s,
     }
     known = {name: round(seconds, 3) for name, seconds in stages.items() if seconds >= 0}
+    parts = {}
+    if note.import_s >= 0:
+        first_step_s = note.restore_s - note.import_s - note.load_s
+        parts = {"import": note.import_s, "load": note.load_s, "first step": first_step_s}
     return {
         "number": note.number,
         "round": note.round,
@@ -311,6 +432,7 @@ def _view(note: rec.IncidentNoted) -> dict[str, object]:
         "reason": note.reason,
         "node_rank": note.node_rank,
         "stages": known,
+        "restore_parts": {name: round(seconds, 3) for name, seconds in parts.items()},
         "recovery_s": round(sum(known.values()), 3),
         "closed": note.restore_s >= 0,
     }

@@ -291,6 +291,10 @@ class IncidentNoted(Record, frozen=True):
     restore_s: float = -1.0
     estimated: bool = False
     """True while the last step before the incident is only known from a beat."""
+    import_s: float = -1.0
+    """Of `restore_s`: until the workers of every node asked for a checkpoint; -1 if not known."""
+    load_s: float = -1.0
+    """Of `restore_s`: from there until all had it at hand."""
 
 
 class PatienceSet(Record, frozen=True):

@@ -29,6 +29,8 @@ class Replication:
         self._directory = directory
         self._crew = crew
         self.safe = NONE
+        #: The last that was safe in a round before; it may be what the next one restores.
+        self._was_safe = NONE
         #: Why the newest version has no copies; empty while all is well.
         self.problem = ""
         #: What is being waited for, and who has copied it.
@@ -84,9 +86,20 @@ class Replication:
     def round_over(self, out: Outcome) -> None:
         """Other nodes are there now: nothing of before counts."""
         self._answer_all(out, m.Refused("stale", "a new round has begun"))
+        self._was_safe = self.newest_safe
         self.safe = self._version = self._given_up = NONE
         self.problem = ""
         self._passed_over.clear()
+
+    def restored(self, version: Version) -> None:
+        """All ranks go on from this version: a newer one of before is void."""
+        if version < self._was_safe:
+            self._was_safe = NONE
+
+    @property
+    def newest_safe(self) -> Version:
+        """For people: the newest that is safe, or that was so before an incident."""
+        return max(self.safe, self._was_safe)
 
     def _is_over(self, version: Version) -> bool:
         return version < self._version or version <= self._given_up

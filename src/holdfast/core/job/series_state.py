@@ -210,7 +210,8 @@ class SeriesState:
         return {
             "directory": self.directory,
             "committed": self._state.newest(self.directory).step,
-            "safe": self.replication.safe.step,
+            "safe": self.replication.newest_safe.step,
+            "safe_confirmed": self.replication.safe == self.replication.newest_safe,
             "writing": -1 if attempt is None else attempt.version.step,
             "reason": "" if attempt is None else attempt.reason,
             "problem": self.attempts.problem,

@@ -7,6 +7,7 @@ after one beat of each. Its own counts begin anew with it, as counters of Promet
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from holdfast.core.job import events as ev
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record
@@ -26,6 +27,9 @@ class Tallies:
         self._members: dict[NodeId, int] = {}
         #: By node: how many failed saves people were told of.
         self._failures_told: dict[NodeId, int] = {}
+        #: The newest step that all members had before an incident, and when it was saved.
+        self._before = -1, 0.0
+        self._is_noted = False
         self._commits = self._failures = 0
         self._committed_at: float | None = None
 
@@ -35,13 +39,21 @@ class Tallies:
                 if event.beat.checkpoints is not None:
                     self._told[event.node_id] = event.beat.checkpoints, now
                     return self._failed(event.node_id, event.beat.checkpoints)
+            case ev.WorldBroken():
+                self._note(now)
             case ev.NodeLost():
                 self._failures_told.pop(event.node_id, None)
+                if not self._is_noted and event.node_id in self._members:
+                    self._note(now)
                 tally, _ = self._told.pop(event.node_id, (None, 0.0))
                 if tally is not None:
                     self._lost = [_sum([*self._lost, tally])]
             case ev.WorldFormed() | ev.WorldFound():
+                self._note(now)
+                self._is_noted = False
                 self._members = {one.node_id: one.node_rank for one in event.world.members}
+            case ev.RestoreAgreed() if event.version.step < self._before[0]:
+                self._before = -1, 0.0
             case ev.CheckpointCommitted():
                 self._commits += 1
                 self._committed_at = now
@@ -59,6 +71,22 @@ class Tallies:
         failed = ev.SavesFailed(node_id, rank, tally.failed, tally.failed_step, tally.failed_why)
         return Outcome(facts=[failed])
 
+    def _note(self, now: float) -> None:
+        """Once an incident: what all had in memory, before some are lost and others come."""
+        if not self._is_noted:
+            self._is_noted = True
+            step, age_s = self._in_memory(now)
+            if step >= 0:
+                self._before = step, now - age_s
+
+    def _in_memory(self, now: float) -> tuple[int, float]:
+        """The newest step that every member has in memory, and its age; -1: not all have told."""
+        members = [self._told[node_id] for node_id in self._members if node_id in self._told]
+        saved = [(tally, at) for tally, at in members if tally.step >= 0]
+        if not saved or len(saved) < len(self._members):
+            return -1, -1.0
+        return min(tally.step for tally, _ in saved), max(t.age_s + now - at for t, at in saved)
+
     def deadline(self) -> float | None:
         return None
 
@@ -68,18 +96,20 @@ class Tallies:
     def snapshot(self) -> Iterable[Record]:
         return ()
 
-    def view(self, now: float) -> dict[str, object]:
+    def view(self, now: float) -> dict[str, Any]:
         """The numbers; an age is -1 where nothing is known."""
         total = _sum([*self._lost, *(tally for tally, _ in self._told.values())])
-        members = [self._told[node_id] for node_id in self._members if node_id in self._told]
-        saved = [(tally, at) for tally, at in members if tally.step >= 0]
-        is_whole = bool(self._members) and len(saved) == len(self._members)
+        step, age_s = self._in_memory(now)
+        is_confirmed = step >= 0 or self._before[0] < 0
+        if not is_confirmed:
+            step, age_s = self._before[0], now - self._before[1]
         committed_at = self._committed_at
         return {
             "saves": total.saves,
             "waited_s": total.waited_s,
-            "memory_step": min(tally.step for tally, _ in saved) if is_whole else -1,
-            "memory_age_s": max(t.age_s + now - at for t, at in saved) if is_whole else -1.0,
+            "memory_step": step,
+            "memory_age_s": age_s,
+            "memory_confirmed": is_confirmed,
             "written_bytes": total.written_bytes,
             "written_s": total.written_s,
             "restored": total.restored,

@@ -49,7 +49,7 @@ class _Node(Struct, frozen=True):
 
 class _Progress(Struct, frozen=True):
     step: int = -1
-    goodput: float = 0.0
+    goodput: float | None = None
 
 
 class _Wanted(Struct, frozen=True):
@@ -111,10 +111,11 @@ def status_of(
         "selector": names.selector(job.job, WORKER),
         "restarts": sum(job.restarts.values()),
         "round": job.world.round,
-        "goodput": f"{job.progress.goodput:.1%}",
         "observed": dict(observed),
         "lastReconcileTime": now,
     }
+    if job.progress.goodput is not None:
+        status["goodput"] = f"{job.progress.goodput:.1%}"
     if job.progress.step >= 0:
         status["step"] = job.progress.step
     if phase in (RUNNING, SUCCEEDED) or "startTime" in before:
