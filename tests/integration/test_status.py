@@ -137,13 +137,23 @@ def test_no_job(home: Home) -> None:
     assert the_sentence(ended.stderr) == "no job 'x' runs here"
 
 
-def test_a_killed_master_is_no_job(home: Home) -> None:
+def test_a_job_whose_master_is_gone_is_shown_from_its_journal(home: Home) -> None:
     with running_master(home) as master:
+        told = home.run("status", "--json")  # It serves when its first entries are written.
+        assert json.loads(told.stdout)["world"]["generation"] == 1
         master.process.kill()
         master.process.wait(START_S)
     ended = home.run("status", "--state", str(home.state("t")))
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert the_sentence(ended.stderr).startswith("no master runs on ")
+    assert ended.returncode == 0
+    assert "t  not ended after" in ended.stdout
+    assert "no master runs here; from its journal, as of 20" in ended.stdout
+    before = sorted(path.name for path in home.state("t").iterdir())
+    told = home.run("status", "--state", str(home.state("t")), "--json")
+    view = json.loads(told.stdout)
+    assert (view["job"], view["from_journal"], view["world"]["generation"]) == ("t", True, 1)
+    assert sorted(path.name for path in home.state("t").iterdir()) == before
+    follow = home.run("status", "--state", str(home.state("t")), "--follow")
+    assert the_sentence(follow.stderr).startswith("no master runs on ")
     assert home.run("status").returncode == 2
 
 

@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from holdfast.cli import asking
 from holdfast.cli.words import count, duration, plain
+from holdfast.master.process import view_left
 from holdfast.master.view import (
     CheckpointsView,
     IncidentView,
@@ -22,6 +24,7 @@ from holdfast.master.view import (
     SavingView,
     WorldView,
 )
+from holdfast.model.errors import RetryableError
 from holdfast.protocol import messages as m
 
 NODES_SHOWN = 40
@@ -35,7 +38,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "status",
         help="show a job: nodes, world, step, goodput and incidents",
         description="Show a job: its nodes and world, its step and goodput, and how long every "
-        "recovery took. Without options it shows the only job that runs on this machine.",
+        "recovery took. Without options it shows the only job that runs on this machine; with "
+        "--state also one whose master is gone, as its journal has it.",
         epilog="Exit codes: 0 shown, 1 the master cannot be reached, 2 usage.",
         allow_abbrev=False,
     )
@@ -48,15 +52,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    target = asking.target_of(arguments)
+    http = ""
 
     def show(state: bytes) -> None:
         if arguments.json:
             print(state.decode(), flush=True)
         else:
-            _print_view(state, target.http)
+            _print_view(state, http)
             if arguments.follow:
                 print(flush=True)
+
+    try:
+        target = asking.target_of(arguments)
+    except RetryableError:
+        if arguments.state is None or arguments.follow:
+            raise
+        # After the end, and after a crash, this is what people look for in the morning.
+        show(msgspec.json.encode(view_left(arguments.state)))
+        return 0
+    http = target.http
 
     tell: Callable[[m.Story], None] = _print_story_json if arguments.json else _print_story
     try:
@@ -112,13 +126,18 @@ def _summary(job: JobView) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    is_running = job.state == "running"
+    is_running = job.state == "running" and not job.from_journal
+    shown = "not ended" if job.state == "running" and job.from_journal else job.state
     state = Text(plain(job.job), style="bold")
     state.append("  ")
-    state.append(plain(job.state), style=_STATE_STYLES.get(job.state, ""))
+    state.append(plain(shown), style=_STATE_STYLES.get(shown, ""))
     word, now = ("for", f", now: {job.progress.stage}") if is_running else ("after", "")
     state.append(f" {word} {duration(job.time_s)}{plain(now)}", style="not bold")
     grid.add_row("job", state)
+    if job.from_journal:
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(job.wall_s))
+        left = f"no master runs here; from its journal, as of {when}"
+        grid.add_row("", Text(left, style="yellow"))
     if job.reason:
         grid.add_row("", Text(plain(job.reason)))
     grid.add_row("world", Text(_world(job.world)))

@@ -31,7 +31,7 @@ from holdfast.ports.journal import Entry, Journal
 from holdfast.ports.platform import Platform
 from holdfast.protocol import messages as m
 from holdfast.runtime import lifeline, tls
-from holdfast.runtime.journal import SqliteJournal
+from holdfast.runtime.journal import SqliteJournal, read_left
 from holdfast.runtime.loop import Driver, JobClock
 from holdfast.runtime.observe import Say, wall_clock
 from holdfast.runtime.process_names import wait_for_end
@@ -267,6 +267,23 @@ def replayed(job: str, spec: JobSpec, entries: Sequence[Entry]) -> flow.JobCore:
                 "newer Holdfast or is damaged; nothing was changed"
             ) from exc
     return job_core
+
+
+def view_left(state: Path) -> dict[str, object]:
+    """The job as the journal of a master that is gone left it."""
+    job, entries = read_left(state)
+    if not entries:
+        raise StateError(f"the journal in {state} is empty")
+    last = entries[-1]
+    return {
+        "job": job,
+        "time_s": round(last.at_s, 3),
+        "wall_s": round(last.wall_s, 3),
+        "started_wall_s": round(last.wall_s - last.at_s, 3),
+        "from_journal": True,
+        "attached": 0,
+        **replayed(job, JobSpec(), entries).view(last.at_s),
+    }
 
 
 async def _surround(

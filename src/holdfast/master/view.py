@@ -170,6 +170,8 @@ class JobView(Struct, frozen=True):
     wall_s: float = 0.0
     """The time of day, in seconds since 1970; 0: an older master, which does not say it."""
     started_wall_s: float = 0.0
+    from_journal: bool = False
+    """No master told this: it is what the last one wrote down, as of `wall_s`."""
     reason: str = ""
     attached: int = 0
     restarts: dict[str, int] = {}

@@ -9,6 +9,7 @@ what earlier appends wrote stays readable. Only a full disk is no end: the drive
 import errno
 import fcntl
 import os
+import shutil
 import sqlite3
 import struct
 import tempfile
@@ -164,6 +165,24 @@ class SqliteJournal:
             (seq, entry.at_s, entry.wall_s, entry.payload, _checksum(seq, entry))
             for seq, entry in enumerate(entries, start=self._next)
         ]
+
+
+def read_left(directory: Path) -> tuple[str, list[Entry]]:
+    """The job and the entries of a journal that no master uses now. Nothing there is changed."""
+    path = directory / "journal.db"
+    with tempfile.TemporaryDirectory(prefix="holdfast-journal-") as folder:
+        copy = Path(folder) / path.name
+        with _clear_errors(path):
+            shutil.copyfile(path, copy)
+            with suppress(FileNotFoundError):  # It is there after a kill, with the last entries.
+                shutil.copyfile(f"{path}-wal", f"{copy}-wal")
+            with closing(sqlite3.connect(copy)) as db:
+                job = _meta(db).get("job", "")
+        journal = SqliteJournal.open(Path(folder), job=job)
+        try:
+            return job, journal.load()
+        finally:
+            journal.close()
 
 
 class MemoryJournal:
