@@ -62,6 +62,9 @@ FAULTS = {
     "the storage gives EIO": Fault(lambda machine: machine.switches.eio(machine.storage.path)),
     "the storage is full": Fault(lambda machine: machine.storage.fill()),
     "the storage has no inodes": Fault(lambda machine: machine.storage.fill_inodes()),
+    "the journal's disk gives EIO": Fault(
+        lambda machine: machine.switches.eio(machine.state), ends_before_recovery=True
+    ),
     "the memory is full": Fault(lambda machine: machine.memory.fill()),
     "the memory has no inodes": Fault(lambda machine: machine.memory.fill_inodes()),
     "the file systems lose their locks": Fault(
