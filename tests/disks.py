@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disks that get full."""
+"""Real file systems that are too small, for tests that need to run out of one."""
 
 import subprocess
 from collections.abc import Iterator
@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
+LIMIT_S = 120.0
+
 
 @contextmanager
-def small_disk(at: Path, size: str) -> Iterator[Path]:
-    """A file system of its own."""
-    at.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode != 0:
-        pytest.skip(f"needs the right to mount (root, CAP_SYS_ADMIN): {mounted.stderr.strip()}")
+def small_disk(place: Path, options: str) -> Iterator[Path]:
+    """A tmpfs with these options at `place`, which is made; the test is skipped without root."""
+    place.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"mode=1777,{options}", "holdfast-test", str(place)]
+    made = subprocess.run(words, check=False, capture_output=True, text=True, timeout=LIMIT_S)
+    if made.returncode != 0:
+        pytest.skip(f"needs the right to mount (root, CAP_SYS_ADMIN): {made.stderr.strip()}")
     try:
-        yield at
+        yield place
     finally:
-        subprocess.run(["umount", str(at)], check=True)
+        # Lazily: a process that is about to end may still have something of it open.
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=LIMIT_S)
 
 
 @contextmanager

@@ -13,8 +13,16 @@ from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 from holdfast.checkpoint.commit import commit
 from holdfast.checkpoint.manifest import Committed, find_committed
 from holdfast.checkpoint.persist import load_part, part_length, write_part
+from holdfast.checkpoint.posix import PosixStorage
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
-from holdfast.checkpoint.storage_port import FencedStorage, Patience, Storage
+from holdfast.checkpoint.storage_port import (
+    CrcOf,
+    FencedStorage,
+    Moved,
+    Patience,
+    Storage,
+    crc_of,
+)
 from holdfast.model.checkpoint import SHARED, FileEntry, Series, Shape, Version, rank_part
 from holdfast.protocol.checkpoints import CommitOrder
 
@@ -23,6 +31,28 @@ IMPATIENT = Patience(limit_s=0.0)
 Files = Mapping[str, bytes]
 State = Mapping[str, Files]
 """The files of every part."""
+
+
+class Failing(PosixStorage):
+    """Writes fail the first few times, as those of a disk that is being replaced."""
+
+    def __init__(self, directory: str, code: int, times: int) -> None:
+        super().__init__(directory)
+        self.code = code
+        self.left = times
+
+    def write(
+        self,
+        path: str,
+        data: memoryview,
+        writers: int,
+        moved: Moved = lambda size: None,
+        crc_of: CrcOf = crc_of,
+    ) -> int:
+        if self.left > 0:
+            self.left -= 1
+            raise OSError(self.code, os.strerror(self.code), path)
+        return super().write(path, data, writers, moved, crc_of)
 
 
 @contextmanager

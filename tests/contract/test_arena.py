@@ -20,7 +20,7 @@ from holdfast.checkpoint.roots import safe_name
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.errors import RejectedError, StateError
-from tests import mounts
+from tests.disks import small_disk
 
 MIB = 1024 * 1024
 SIZE = 100_000
@@ -314,7 +314,7 @@ def test_too_little_memory_is_said_with_the_sizes_and_the_limit(arena: Arena) ->
 
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
-    with mounts.small_memory(tmp_path / "small", "size=20m") as folder:
+    with small_disk(tmp_path / "small", "size=20m") as folder:
         yield folder
 
 

@@ -14,7 +14,7 @@ from holdfast.checkpoint.roots import user_dir
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.errors import RejectedError, StateError
-from tests import mounts
+from tests.disks import small_disk
 
 MIB = 1024 * 1024
 SIZE = 3 * MIB
@@ -49,7 +49,7 @@ class Places:
 def places(tmp_path: Path) -> Iterator[Places]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    with mounts.small_memory(tmp_path / "memory", "size=4m") as memory:
+    with small_disk(tmp_path / "memory", "size=4m") as memory:
         yield Places(memory, disk)
 
 

@@ -334,7 +334,7 @@ def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
 
 
 def test_a_read_only_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "1m") as disk:
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
         with closing(open_in(disk / "state")) as journal:
             journal.append(batch(0, 3))
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
@@ -351,7 +351,7 @@ def fill(journal: Journal, acknowledged: list[Entry]) -> None:
 
 def test_a_full_disk_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     acknowledged: list[Entry] = []
-    with small_disk(tmp_path / "disk", "256k") as disk:
+    with small_disk(tmp_path / "disk", "size=256k") as disk:
         (disk / "other data").write_bytes(bytes(100_000))
         with closing(open_in(disk / "state")) as journal:
             with pytest.raises(DiskFullError) as caught:
@@ -367,7 +367,7 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None
 
 
 def test_the_same_owner_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "256k") as disk:
+    with small_disk(tmp_path / "disk", "size=256k") as disk:
         with closing(open_in(disk / "state")) as journal:
             entries = [entry(number, size=2000) for number in range(100)]
             with filled(disk):
@@ -382,7 +382,7 @@ def test_the_same_owner_goes_on_when_there_is_room_again(tmp_path: Path) -> None
 
 def test_a_journal_opens_on_a_disk_that_is_full(tmp_path: Path) -> None:
     """A master that was killed meanwhile comes back, and waits for room like the one before."""
-    with small_disk(tmp_path / "disk", "256k") as disk:
+    with small_disk(tmp_path / "disk", "size=256k") as disk:
         kept = batch(0, 3)
         journal = open_in(disk / "state")
         journal.append(kept)
@@ -430,7 +430,7 @@ def test_a_used_up_quota_is_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_compaction_on_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "256k") as disk:
+    with small_disk(tmp_path / "disk", "size=256k") as disk:
         with closing(open_in(disk / "state")) as journal:
             kept = batch(0, 3)
             journal.append(kept)
@@ -443,7 +443,7 @@ def test_compaction_on_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_from_the_start(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "256k") as disk:
+    with small_disk(tmp_path / "disk", "size=256k") as disk:
         with pytest.raises(OSError, match="No space left"):
             (disk / "other data").write_bytes(bytes(300_000))
         assert "is full; free some space" in refusal(disk / "state")

@@ -82,24 +82,6 @@ class Disk:
             (self.path / "many").rmdir()
 
 
-@contextmanager
-def disk(path: Path, megabytes: int = 16, inodes: int = 400) -> Iterator[Disk]:
-    """Mount one; needs root."""
-    if os.getuid() != 0:
-        pytest.skip("needs a file system of its own: run the tests as root")
-    path.mkdir()
-    options = f"size={megabytes}m,nr_inodes={inodes},mode=0700"
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    made = subprocess.run(mount, capture_output=True, text=True, timeout=60)
-    if made.returncode:
-        pytest.skip(f"needs the right to mount, e.g. CAP_SYS_ADMIN: {made.stderr.strip()}")
-    try:
-        yield Disk(path)
-    finally:
-        # Lazy: what is still open there goes with the process that has it open.
-        subprocess.run(["umount", "-l", str(path)], check=True, timeout=60)
-
-
 class Line:
     """Two network devices, and every frame between them late or lost."""
 

@@ -23,6 +23,7 @@ from holdfast.ports.journal import Entry
 from holdfast.protocol import messages as m
 from holdfast.runtime.journal import SqliteJournal
 from holdfast.runtime.token import make_token
+from tests.disks import small_disk
 from tests.integration.control import JOB, client_of
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Jobs
 
@@ -271,19 +272,10 @@ def test_a_plain_master_is_not_taken_for_a_secure_one(jobs: Jobs, files: Path) -
 @pytest.fixture
 def disk(jobs: Jobs) -> Iterator[Path]:
     """A file system of 1 MB."""
-    if os.getuid() != 0:
-        pytest.skip("needs a disk of its own: run the tests as root, so that they can mount one")
-    folder = jobs.folder / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False, timeout=120).returncode:
-        pytest.skip("needs a disk of its own: allow mount(2), e.g. by CAP_SYS_ADMIN")
-    try:
+    with small_disk(jobs.folder / "disk", "size=1m") as folder:
         yield folder
-    finally:
         for command in jobs.commands:
             command.kill()
-        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=120)
 
 
 def fill(disk: Path, *, keep: int) -> Path:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.faults import Disk, Switches, disk, far_away
+from tests.disks import small_disk
+from tests.integration.faults import Disk, Switches, far_away
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Event, Jobs
 from tests.waiting import until
 
@@ -75,8 +76,12 @@ FAULTS = {
 
 @pytest.fixture
 def machine(jobs: Jobs, tmp_path: Path) -> Iterator[Machine]:
-    with disk(tmp_path / "storage") as storage, disk(tmp_path / "memory") as memory:
-        yield Machine(jobs.folder, Switches(tmp_path), storage, memory)
+    size = "size=16m,nr_inodes=400"
+    with (
+        small_disk(tmp_path / "storage", size) as storage,
+        small_disk(tmp_path / "memory", size) as memory,
+    ):
+        yield Machine(jobs.folder, Switches(tmp_path), Disk(storage), Disk(memory))
 
 
 @pytest.mark.parametrize("name", FAULTS)

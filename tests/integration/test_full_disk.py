@@ -84,7 +84,7 @@ class Desk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", "1m") as disk:
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
         yield disk
 
 
@@ -134,7 +134,7 @@ def test_a_master_that_is_to_end_waits_only_for_a_moment(
 @pytest.mark.parametrize("killed", [False, True], ids=["", "and the master is killed meanwhile"])
 def test_a_job_outlives_a_full_disk(jobs: Jobs, killed: bool) -> None:
     with ExitStack() as mounts:
-        disk = mounts.enter_context(small_disk(jobs.folder / "disk", "3m"))
+        disk = mounts.enter_context(small_disk(jobs.folder / "disk", "size=3m"))
         mounts.callback(jobs.kill_all)
         job = jobs.run("--state", str(disk / "state"), "--nproc-per-node", "2", STEPS)
         before = jobs.wait_world(2)

@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,59 +18,33 @@ from holdfast.checkpoint.digests import CHUNK, digest_of
 from holdfast.checkpoint.manifest import list_committed
 from holdfast.checkpoint.persist import write_part
 from holdfast.checkpoint.places import abandon
-from holdfast.checkpoint.posix import PosixStorage
 from holdfast.checkpoint.retention import apply_retention
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.storage_port import CrcOf, Moved, Patience, crc_of, persistently
+from holdfast.checkpoint.storage_port import Patience, persistently
 from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.model.checkpoint import SHARED, Series, Version
 from holdfast.model.errors import RejectedError, RetryableError
-from tests.storages import fill_slot, load, make_state, order_for, s3_server, save, write_state
+from tests.disks import small_disk
+from tests.storages import (
+    Failing,
+    fill_slot,
+    load,
+    make_state,
+    order_for,
+    s3_server,
+    save,
+    write_state,
+)
 
 V1, V2 = Version(1, 1), Version(1, 2)
 PATIENT = Patience(limit_s=30.0, first_pause_s=0.01, longest_pause_s=0.05)
 
 
-@contextmanager
-def mounted(place: Path, *options: str) -> Iterator[None]:
-    words = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(place)]
-    if subprocess.run(words, capture_output=True, timeout=120, check=False).returncode != 0:
-        pytest.skip("needs root to mount a tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(place)], check=True, timeout=120)
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one checkpoint of 600 kB, and not for two."""
-    place = tmp_path / "small"
-    place.mkdir()
-    with mounted(place, "size=1m"):
+    with small_disk(tmp_path / "small", "size=1m") as place:
         yield place
-
-
-class Failing(PosixStorage):
-    """Writes fail the first few times, as those of a disk that is being replaced."""
-
-    def __init__(self, directory: str, code: int, times: int) -> None:
-        super().__init__(directory)
-        self.code = code
-        self.left = times
-
-    def write(
-        self,
-        path: str,
-        data: memoryview,
-        writers: int,
-        moved: Moved = lambda size: None,
-        crc_of: CrcOf = crc_of,
-    ) -> int:
-        if self.left > 0:
-            self.left -= 1
-            raise OSError(self.code, os.strerror(self.code), path)
-        return super().write(path, data, writers, moved, crc_of)
 
 
 def test_what_was_written_has_the_digest_of_the_slot(tmp_path: Path) -> None:
@@ -200,9 +173,7 @@ def test_whoever_waits_for_a_storage_can_be_told_to_stop() -> None:
 
 
 def test_a_read_only_directory_is_said_at_once(tmp_path: Path) -> None:
-    place = tmp_path / "ro"
-    place.mkdir()
-    with mounted(place, "size=1m"):
+    with small_disk(tmp_path / "ro", "size=1m") as place:
         series = Series(str(place / "ckpt"))
         storage = open_storage(series.directory)
         old = make_state(1)

@@ -18,7 +18,7 @@ import torch
 
 from holdfast.model.errors import RejectedError
 from holdfast.torch import MEMORY, STORAGE, Checkpointer
-from tests import mounts
+from tests.disks import small_disk
 from tests.integration.control import observe
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Jobs
 from tests.waiting import until
@@ -39,7 +39,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where that saver puts what finds no room in memory: 64 MiB."""
-    with mounts.small_memory(folder / "disk", "size=64m") as place:
+    with small_disk(folder / "disk", "size=64m") as place:
         monkeypatch.setenv("TMPDIR", str(place))
         yield place
 
@@ -47,7 +47,7 @@ def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """8 MiB of memory for its checkpoints."""
-    with mounts.small_memory(folder / "memory", "size=8m") as place:
+    with small_disk(folder / "memory", "size=8m") as place:
         monkeypatch.setenv("HOLDFAST_MEMORY_DIR", str(place))
         yield place
 
@@ -139,7 +139,7 @@ def test_a_state_without_room_for_it_is_no_new_beginning(
 def test_a_job_without_room_in_memory_loses_nothing_that_is_on_storage_and_says_the_rest(
     jobs: Jobs,
 ) -> None:
-    with mounts.small_memory(jobs.folder / "memory", "size=8m") as memory:
+    with small_disk(jobs.folder / "memory", "size=8m") as memory:
         master = jobs.master("--beat", "0.3")
         words = ("--nproc-per-node", "1", "--no-spares", SAVES)
         env = {"HOLDFAST_MEMORY_DIR": str(memory), "FAULTS": "kill after-13 0", "MIB": "16"}
@@ -178,7 +178,7 @@ def scraped(jobs: Jobs) -> str:
 
 def test_a_memory_that_cannot_be_made_ends_nothing(jobs: Jobs) -> None:
     """Without inodes not even its directory can be made."""
-    with mounts.small_memory(jobs.folder / "memory", "size=64m,nr_inodes=3") as memory:
+    with small_disk(jobs.folder / "memory", "size=64m,nr_inodes=3") as memory:
         env = {"HOLDFAST_MEMORY_DIR": str(memory), "FAULTS": "kill after-13 0", "MIB": "1"}
         job = jobs.run("--nproc-per-node", "1", "--no-spares", SAVES, **env)
         (again,) = jobs.wait_for("loaded", lambda event: event.round == 2)

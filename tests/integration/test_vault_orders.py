@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,13 @@ from holdfast.checkpoint.owner import GONE_S, Claim
 from holdfast.checkpoint.posix import PosixStorage
 from holdfast.checkpoint.slots import Slot
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.storage_port import CrcOf, Moved, crc_of
 from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.model.checkpoint import NONE, Series, Version, rank_part
 from holdfast.model.errors import RejectedError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 from tests.integration.vault_node import SHAPE, Node, node
-from tests.storages import Later, order_for
+from tests.storages import Failing, Later, order_for
 from tests.waiting import until
 
 LIMIT_S = 120.0
@@ -130,33 +130,14 @@ def test_a_node_whose_lease_is_over_commits_nothing(tmp_path: Path, run: Run) ->
     run(orders())
 
 
-class Failing(PosixStorage):
-    """The first two writes fail."""
-
-    def __init__(self, directory: str) -> None:
-        super().__init__(directory)
-        self.calls = 0
-
-    def write(
-        self,
-        path: str,
-        data: memoryview,
-        writers: int,
-        moved: Moved = lambda size: None,
-        crc_of: CrcOf = crc_of,
-    ) -> int:
-        self.calls += 1
-        if self.calls in (1, 2):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return super().write(path, data, writers, moved, crc_of)
-
-
 def test_a_storage_that_fails_is_said_once(tmp_path: Path, run: Run) -> None:
     """Until patience is over, newer steps may supersede each other without a word about it."""
     directory = f"{tmp_path}/checkpoints"
 
     async def orders() -> None:
-        async with node(tmp_path, directory, open_storage=Failing) as here:
+        async with node(
+            tmp_path, directory, open_storage=partial(Failing, code=errno.EIO, times=2)
+        ) as here:
             await persisted(here, "t1")
             (said,) = [line for line in here.said if "Input/output error" in line]
             assert said.endswith("it is tried again")
