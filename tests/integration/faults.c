@@ -2,8 +2,8 @@
 // Faults of a machine that a test switches on and off while a job runs, for LD_PRELOAD.
 //
 // The switches are in the file that $FAULTS_FILE names, mapped by every process of the job:
-// seconds that the wall clock is ahead, whether writes under a path fail with EIO, and whether
-// the file system has no locks.
+// seconds that the wall clock is ahead, whether writes under a path fail with EIO, whether the file
+// system has no locks, and whether a rename to a name under that path waits.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -23,7 +23,9 @@ struct switches {
     volatile double clock_s;
     volatile int eio;
     volatile int no_locks;
-    char prefix[240];
+    volatile int hold;
+    volatile int held;  // Set by the process that waits.
+    char prefix[232];
 };
 
 static struct switches none;
@@ -32,13 +34,17 @@ static struct switches *now(void) {
     static struct switches *mapped;
     if (mapped) return mapped;
     const char *path = getenv("FAULTS_FILE");
-    int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    int file = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
     void *found = MAP_FAILED;
     if (file >= 0) {
-        found = mmap(NULL, sizeof none, PROT_READ, MAP_SHARED, file, 0);
+        found = mmap(NULL, sizeof none, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
         close(file);
     }
     return mapped = found == MAP_FAILED ? &none : found;
+}
+
+static int is_meant(const char *path) {
+    return strncmp(path, now()->prefix, strlen(now()->prefix)) == 0;
 }
 
 static void *real(const char *name) { return dlsym(RTLD_NEXT, name); }
@@ -70,7 +76,7 @@ static int fails(int file) {
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length < 0) return 0;
     path[length] = 0;
-    return strncmp(path, now()->prefix, strlen(now()->prefix)) == 0;
+    return is_meant(path);
 }
 
 #define FAILING(type, name, parameters, arguments)      \
@@ -91,6 +97,18 @@ FAILING(ssize_t, pwrite, (int file, const void *data, size_t size, off_t at),
         (file, data, size, at))
 FAILING(ssize_t, pwrite64, (int file, const void *data, size_t size, off64_t at),
         (file, data, size, at))
+
+// ---- a machine that stands still in the middle of a commit --------------------------------------
+
+int rename(const char *from, const char *to) {
+    static int (*original)(const char *, const char *);
+    if (!original) original = real("rename");
+    while (now()->hold && is_meant(to)) {
+        now()->held = 1;
+        usleep(1000);
+    }
+    return original(from, to);
+}
 
 // ---- a file system without locks ----------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines that fail under a job without ending it: clocks, disks, locks and lines.
 
-The clock, EIO and missing locks are switched on inside the job's own processes (`faults.c`, for
-LD_PRELOAD). Disks without room are real file systems of their own. Lost and late packets are lost
-and late on a link of network devices, and real TCP makes up for them.
+The clock, EIO, missing locks and a rename that waits are switched on inside the job's processes
+(`faults.c`, for LD_PRELOAD). Disks without room are real file systems of their own. Lost and late
+packets are lost and late on a link of network devices, and real TCP makes up for them.
 """
 
 import fcntl
@@ -25,8 +25,9 @@ import pytest
 
 SOURCE = Path(__file__).with_name("faults.c")
 _CLOCK = struct.Struct("=d")
-_FLAGS = struct.Struct("=ii")
-_SIZE = 256
+_FLAG = struct.Struct("=i")
+_EIO, _NO_LOCKS, _HOLD, _HELD, _PREFIX, _SIZE = 8, 12, 16, 20, 24, 256
+"""Where the switches are: see `struct switches`."""
 
 
 class Switches:
@@ -47,12 +48,23 @@ class Switches:
 
     def eio(self, prefix: Path | None) -> None:
         """Nothing can be written to files under this path; None: everywhere again."""
-        name = b"" if prefix is None else bytes(prefix)
-        self._mapped[16:_SIZE] = name.ljust(_SIZE - 16, b"\0")
-        _FLAGS.pack_into(self._mapped, 8, prefix is not None, 0)
+        self._set(_EIO, prefix)
 
     def no_locks(self, *, gone: bool) -> None:
-        _FLAGS.pack_into(self._mapped, 8, 0, gone)
+        _FLAG.pack_into(self._mapped, _NO_LOCKS, gone)
+
+    def hold(self, prefix: Path | None) -> None:
+        """Who renames something to a name under this path waits; None: nobody waits any more."""
+        self._set(_HOLD, prefix)
+
+    def is_held(self) -> bool:
+        """Whether a process has come to such a rename."""
+        return bool(_FLAG.unpack_from(self._mapped, _HELD)[0])
+
+    def _set(self, flag: int, prefix: Path | None) -> None:
+        if prefix is not None:
+            self._mapped[_PREFIX:_SIZE] = bytes(prefix).ljust(_SIZE - _PREFIX, b"\0")
+        _FLAG.pack_into(self._mapped, flag, prefix is not None)
 
 
 class Disk:

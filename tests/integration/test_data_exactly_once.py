@@ -94,6 +94,8 @@ class Training:
         self.master: MasterCommand = jobs.master()
         self.nodes: dict[str, Command] = {}
         self.world: list[Event] = []
+        #: Rounds in which the master was away for a while.
+        self.without_master: set[int] = set()
         for name in "ab":
             self.start_node(name)
 
@@ -121,7 +123,10 @@ class Training:
             case "master":
                 self.master.kill()
                 self.restart_master()
-                return  # The round goes on.
+                # The round goes on. A node that is lost soon after takes the steps with it that
+                # were made without a master: nobody has vouched for their copies.
+                self.without_master.add(self.world[0].round)
+                return
             case "worker while the master is away":
                 self.master.kill()
                 os.kill(self.random.choice(self.world).pid, signal.SIGKILL)
@@ -176,6 +181,6 @@ def test_every_sample_once_whatever_dies(jobs: Jobs, seed: int) -> None:
     # From memory: hardly anything was done twice.
     reached = 0
     for _, life in sorted(found.items()):
-        assert life.loaded >= reached - 3
+        assert life.loaded >= reached - 3 or life.saved_in in training.without_master
         reached = max(life.read, default=life.loaded)
     jobs.expect_nothing_left()

@@ -44,6 +44,7 @@ class Machine:
     def mend(self) -> None:
         self.switches.clock(0.0)
         self.switches.eio(None)
+        self.switches.no_locks(gone=False)
         for one in (self.storage, self.memory):
             one.clear()
 

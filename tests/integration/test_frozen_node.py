@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A machine that is paused in the middle of a commit, and goes on when it was replaced."""
 
-import os
-import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +11,7 @@ from holdfast.checkpoint.manifest import list_committed
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.verify import directory_problems, verify_checkpoint
 from holdfast.model.checkpoint import Version
+from tests.integration.faults import Switches
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Jobs, MasterCommand
 from tests.waiting import until
 
@@ -45,15 +44,6 @@ def processes_of(jobs: Jobs, name: str) -> list[psutil.Process]:
     return found
 
 
-def has_open(process: psutil.Process, path: Path) -> bool:
-    with suppress(FileNotFoundError):  # It may end at any moment.
-        for descriptor in os.listdir(f"/proc/{process.pid}/fd"):
-            with suppress(FileNotFoundError):
-                if os.readlink(f"/proc/{process.pid}/fd/{descriptor}") == str(path):
-                    return True
-    return False
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -66,22 +56,18 @@ def test_a_node_that_wakes_up_after_its_replacement_changes_no_checkpoint(jobs: 
     """It finished its commit, and removed the newer state that its replacement had committed."""
     directory = jobs.folder / "checkpoints"
     master = jobs.master("--http", "off", "--beat", "0.5", "--silence", "8", "--lease", "10")
-    old = start(jobs, master, "old", HOLD="3")
+    switches = Switches(jobs.folder)
+    old = start(jobs, master, "old", HOLD="3", **switches.env)
     master.wait_line("step 2 is committed")
     jobs.wait_for("step", lambda event: event.step == 3)
-    # A commit looks first at what has its name. Here it does not get to the end of that.
-    named = directory / "step-0000000004"
-    named.mkdir()
-    pipe = named / "manifest.json"
-    os.mkfifo(pipe)
-    held = os.open(pipe, os.O_RDWR)
+    # The commit comes as far as the rename that gives the checkpoint its name.
+    switches.hold(directory / "step-0000000004")
     jobs.go()
-    until(lambda: any(has_open(one, pipe) for one in processes_of(jobs, "old")), LIMIT_S)
+    until(switches.is_held, LIMIT_S, "the rename of a commit")
     frozen = processes_of(jobs, "old")
     for process in frozen:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGSTOP)
-    shutil.rmtree(named)
 
     start(jobs, master, "new", STAY="5")
     master.wait_line("step 4 is committed")
@@ -90,8 +76,7 @@ def test_a_node_that_wakes_up_after_its_replacement_changes_no_checkpoint(jobs: 
     assert newest.version.lineage > older.version.lineage
     before = contents(directory)
 
-    os.write(held, b"not a manifest")
-    os.close(held)
+    switches.hold(None)
     for process in frozen:
         with suppress(psutil.NoSuchProcess):  # The agent, awake, may have ended it.
             process.send_signal(signal.SIGCONT)
