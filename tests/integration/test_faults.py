@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.disks import small_disk
+from tests.integration.control import observe
 from tests.integration.faults import Disk, Switches, far_away
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Event, Jobs
 from tests.waiting import until
@@ -106,6 +107,28 @@ def test_training_outlives(machine: Machine, jobs: Jobs, name: str) -> None:
     check_loads(jobs, after=world[0].round, floor=floor)
     assert committed(machine) == max(event.step for event in jobs.events("saved"))
     jobs.expect_nothing_left()
+
+
+def test_a_master_that_comes_back_with_another_wall_clock_counts_no_more_time(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """It is killed and comes back twice: an hour ahead, and right again."""
+    switches = Switches(tmp_path)
+    master = jobs.master("--http", "off", **switches.env)
+    node = jobs.node(master, "--nproc-per-node", "2", "--no-spares", str(SCRIPTS / "awaits.py"))
+    jobs.wait_for("awaits")
+    for ahead_s in (HOUR_S, 0.0):
+        before = observe(master)
+        master.kill()
+        switches.clock(ahead_s)
+        master = jobs.master("--http", "off", listen=master.address, **switches.env)
+        master.wait_line("came back")
+        after = observe(master)
+        assert before["time_s"] <= after["time_s"] < HOUR_S / 2
+        assert sum(after["progress"]["seconds"].values()) < HOUR_S / 2
+    jobs.finish()
+    node.succeeds()
+    master.succeeds()
 
 
 def start(machine: Machine, jobs: Jobs) -> Command:

@@ -180,6 +180,7 @@ RECORDS: list[Record] = [
     rec.GenerationSet(generation=1),
     rec.LifeBegan(life="j1", after=0),
     rec.LifeBegan(life="m2", after=95),
+    rec.LifeBegan(life="m3", after=120, clock="b1/7", zero_s=1.5),
     rec.RulesSet(rules=RULES),
     rec.NodePlanned(node_id=0, node_rank=0),
     rec.NodeAdmitted(

@@ -33,7 +33,7 @@ from holdfast.protocol import messages as m
 from holdfast.runtime import lifeline, tls
 from holdfast.runtime.journal import SqliteJournal, read_left
 from holdfast.runtime.loop import Driver, JobClock
-from holdfast.runtime.observe import Say, wall_clock
+from holdfast.runtime.observe import Say, monotonic_name, wall_clock
 from holdfast.runtime.process_names import wait_for_end
 from holdfast.runtime.signals import Patience, on_end_signals
 from holdfast.runtime.token import make_token
@@ -140,7 +140,7 @@ async def _serve(
     spec = settings.spec
     if surroundings.begin is not None and not journal.load():
         spec = await surroundings.begin(spec)
-    engine = build_engine(settings.job, spec, journal, say)
+    engine = build_engine(settings.job, spec, journal, say, clock_name=monotonic_name())
     service, driver = engine.service, engine.driver
     secured: ssl.SSLContext | None = None
     async with AsyncExitStack() as open_things:
@@ -194,11 +194,13 @@ class Engine:
     core: flow.JobCore
     driver: Driver
     service: Service
+    clock: JobClock
     fatal: asyncio.Future[m.JobEnded | None]
 
     def start(self, nonce: str) -> None:
         """Begin to serve, under a name that no other start has."""
-        self.driver.feed(ev.MasterStarted(nonce, self.driver.position))
+        clock = self.clock
+        self.driver.feed(ev.MasterStarted(nonce, self.driver.position, clock.name, clock.zero_s))
 
     def running_nodes(self) -> frozenset[NodeId]:
         """Those that the platform had when the last master looked."""
@@ -221,13 +223,15 @@ def build_engine(
     say: Say,
     *,
     monotonic: Callable[[], float] = time.monotonic,
+    clock_name: str,
     wall: Callable[[], float] = wall_clock,
     watch: Callable[[Event], None] = lambda event: None,
 ) -> Engine:
     """The engine as the journal left it. It serves nobody yet. `watch` is told what happens."""
     entries = journal.load()
     job_core = replayed(job, spec, entries)
-    clock = JobClock(entries, wall(), monotonic)
+    kept = job_core.nodes.last_clock()
+    clock = JobClock(entries, wall(), monotonic, name=clock_name, kept=kept)
     fatal: asyncio.Future[m.JobEnded | None] = asyncio.get_running_loop().create_future()
 
     def failed(exc: Exception) -> None:
@@ -252,7 +256,7 @@ def build_engine(
         say=say,
     )
     service.connect_core(driver.feed, lambda: driver.position, driver.follow)
-    return Engine(job_core, driver, service, fatal)
+    return Engine(job_core, driver, service, clock, fatal)
 
 
 def replayed(job: str, spec: JobSpec, entries: Sequence[Entry]) -> flow.JobCore:

@@ -32,23 +32,37 @@ COMPACT_AFTER_BYTES = 512 * 1024 * 1024
 
 
 class JobClock:
-    """Job time: seconds that never go back and go on across master restarts."""
+    """Job time: seconds that never go back and go on across master restarts.
+
+    They are those of the machine's monotonic clock. Where the last master ran on the same one, job
+    time just goes on. The wall clock, which people and time servers set, is asked only after the
+    machine was started again, or on another machine: nothing else knows how long nobody was there.
+    """
 
     def __init__(
         self,
         entries: Sequence[Entry],
         wall_s: float,
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        name: str = "",
+        kept: tuple[str, float] = ("", 0.0),
     ) -> None:
-        self._base_s = 0.0
+        """`name` is the monotonic clock's; `kept` has that of the last master's, and what it showed
+        at job time 0. A clock without a name is not known again."""
         self._monotonic = monotonic
-        if entries:
-            last = entries[-1]
-            self._base_s = last.at_s + max(0.0, wall_s - last.wall_s)
-        self._started_at = monotonic()
+        self.name = name
+        self.zero_s = started_at = monotonic()
+        if not entries:
+            return
+        last, (kept_name, kept_zero_s) = entries[-1], kept
+        if name and name == kept_name and started_at - kept_zero_s >= last.at_s:
+            self.zero_s = kept_zero_s
+        else:
+            self.zero_s -= last.at_s + max(0.0, wall_s - last.wall_s)
 
     def now(self) -> float:
-        return self._base_s + self._monotonic() - self._started_at
+        return self._monotonic() - self.zero_s
 
 
 class Driver:

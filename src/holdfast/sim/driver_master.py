@@ -45,6 +45,7 @@ class Master:
             self._disk,
             self._say,
             monotonic=drivers.loop.time,
+            clock_name="simulated",
             wall=lambda: WALL_S + drivers.loop.time(),
             watch=self._watch,
         )

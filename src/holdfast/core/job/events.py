@@ -35,6 +35,9 @@ class MasterStarted(Event):
     """Random, of this start alone: what the master names after it has no namesake anywhere."""
     position: int = 0
     """How many entries the journal had."""
+    clock: str = ""
+    zero_s: float = 0.0
+    """The name of its monotonic clock, and what that showed at job time 0."""
 
 
 @dataclass(frozen=True, slots=True)

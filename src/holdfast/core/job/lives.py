@@ -21,14 +21,17 @@ class LifeBegan(Record, frozen=True):
     life: str
     after: int
     """How many entries the journal had by then."""
+    clock: str = ""
+    zero_s: float = 0.0
+    """The name of its monotonic clock, and what that showed at job time 0."""
 
 
 class Lives:
     """The masters of a job, oldest first. Durable, as a part of the node table."""
 
     def __init__(self) -> None:
-        #: Where each of them began. The first one gives the journal its name.
-        self._began: dict[str, int] = {}
+        #: How each of them began. The first one gives the journal its name.
+        self._began: dict[str, LifeBegan] = {}
         #: Where those who are over ended, in this journal.
         self._ended: dict[str, int] = {}
         self.present = ""
@@ -38,11 +41,17 @@ class Lives:
         """The name of the journal; empty before the first master has begun."""
         return next(iter(self._began), "")
 
+    @property
+    def clock(self) -> tuple[str, float]:
+        """The monotonic clock of the present master, and what it showed at job time 0."""
+        began = self._began.get(self.present)
+        return ("", 0.0) if began is None else (began.clock, began.zero_s)
+
     def missing(self, told: m.Told | None) -> str:
         """What the journal should have and has not, in words; empty if it has everything."""
         if told is None or told.journal != self.journal or told.life == self.present:
             return ""
-        ends = self._ended.get(told.life, self._began[self.present])
+        ends = self._ended.get(told.life, self._began[self.present].after)
         if told.life in self._ended and told.position <= ends:
             return ""
         return f"was told position {told.position}, and the journal ends at {ends}"
@@ -50,8 +59,8 @@ class Lives:
     def apply(self, record: LifeBegan) -> None:
         if self.present:
             self._ended[self.present] = record.after
-        self._began[record.life] = record.after
+        self._began[record.life] = record
         self.present = record.life
 
     def snapshot(self) -> Iterable[Record]:
-        return (LifeBegan(life, after) for life, after in self._began.items())
+        return self._began.values()

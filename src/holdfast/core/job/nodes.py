@@ -82,7 +82,8 @@ class Nodes:
         match event:
             case ev.MasterStarted():
                 if event.nonce:
-                    self._table.commit(outcome, rec.LifeBegan(event.nonce, event.position))
+                    began = (event.nonce, event.position, event.clock, event.zero_s)
+                    self._table.commit(outcome, rec.LifeBegan(*began))
                 self._start(outcome, now)
             case ev.GenerationRaised():
                 self._generation, self._round = event.generation, event.round
@@ -282,6 +283,10 @@ class Nodes:
     def view(self) -> list[dict[str, object]]:
         """The table as people see it."""
         return self._table.view()
+
+    def last_clock(self) -> tuple[str, float]:
+        """The monotonic clock of the last master that began, and what it showed at job time 0."""
+        return self._table.lives.clock
 
     def processes(self) -> dict[NodeId, str]:
         """The processes of agents that belong to the job, as far as they said a name."""
