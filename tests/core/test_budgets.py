@@ -34,7 +34,7 @@ def job_with(max_restarts: int, **budgets: int) -> Job:
 def fail_until_the_end(job: Job, reason: ExitReason, at_most: int = 300) -> int:
     """How often the world was formed again before the job failed for this reason."""
     for count in range(at_most):
-        job.failed("a", job.round(), reason=reason)
+        job.failed("a", job.round(), reason=reason, last=0.0)
         if job.state() != "running":
             return count
     raise AssertionError("the job never failed")
@@ -69,7 +69,7 @@ def test_with_max_restarts_0_no_worker_is_restarted_but_a_lost_node_is_no_worker
 def test_preemptions_do_not_use_up_the_patience_for_bugs() -> None:
     job = job_with(2)
     for _ in range(20):
-        job.failed("a", job.round(), reason=ExitReason.KILLED)
+        job.failed("a", job.round(), reason=ExitReason.KILLED, last=0.0)
     assert job.state() == "running"
     assert fail_until_the_end(job, ExitReason.ERROR) == 2
 
@@ -96,7 +96,7 @@ def test_an_exhausted_budget_is_said_in_words() -> None:
 def test_budgets_survive_the_master(compacted: bool) -> None:
     job = job_with(3)
     job.failed("a", 1)
-    job.failed("a", 2)
+    job.failed("a", 2, last=0.0)
     job.restart(compacted=compacted)
     job.attach("a", job_rules=rules(max_restarts=3), round=3)
     assert fail_until_the_end(job, ExitReason.ERROR) == 1

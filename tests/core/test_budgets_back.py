@@ -13,7 +13,7 @@ RULES = rules(max_restarts=1)
 def fail_until_the_end(job: Job, reason: ExitReason) -> int:
     """How often the world was formed again before the job failed for this reason."""
     for count in range(200):
-        job.failed("a", job.round(), reason=reason)
+        job.failed("a", job.round(), reason=reason, last=0.0)
         if job.state() != "running":
             return count
     raise AssertionError("the job never failed")
@@ -50,7 +50,7 @@ def test_a_job_that_comes_to_no_step_runs_out_of_restarts_however_slowly() -> No
     restarts = 0
     while job.state() == "running":
         job.now += 1200.0
-        job.failed("a", job.round(), reason=ExitReason.LOST)
+        job.failed("a", job.round(), reason=ExitReason.LOST, last=0.0)
         restarts += job.state() == "running"
         assert restarts < 200
     # What the first round trained had nothing to bring back yet.
@@ -64,7 +64,7 @@ def test_a_budget_comes_back_with_training_and_never_grows_beyond_itself() -> No
     for hours, more in ((0.0, 0), (1.4, 0), (1.6, 1), (3.1, 2), (6.1, 4), (600.0, 4)):
         job = patient_job(lost=4)
         for _ in range(4):
-            job.failed("a", job.round(), reason=ExitReason.LOST)
+            job.failed("a", job.round(), reason=ExitReason.LOST, last=0.0)
         job.beat("a", round=job.round(), steps=1, step=0, first=0.0, last=0.0)
         job.now += hours * 3600.0
         assert fail_until_the_end(job, ExitReason.LOST) == more, hours
@@ -105,7 +105,7 @@ def test_a_script_that_reports_no_steps_trains_while_its_workers_run() -> None:
 def test_what_came_back_survives_the_master(compacted: bool) -> None:
     job = patient_job(lost=2)
     for _ in range(2):
-        job.failed("a", job.round(), reason=ExitReason.LOST)
+        job.failed("a", job.round(), reason=ExitReason.LOST, last=0.0)
     job.beat("a", round=3, steps=1, step=0, first=0.0, last=0.0)
     job.restart(job.now + 3600.0, compacted=compacted)
     job.attach("a", job_rules=RULES, round=3)

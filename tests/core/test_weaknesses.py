@@ -204,7 +204,7 @@ def test_weakness_a_master_restart_loses_neither_rounds_nor_keys(compacted: bool
     """AC 10, PA 5.2: all state was in memory."""
     job = running_pair(silence_s=10_000.0, lease_s=20_000.0, join_timeout_s=60.0)
     job.answer(m.KvSet(1, "k", b"v"), "a")
-    generation = job.machines.rendezvous.view()["generation"]
+    generation = job.machines.rendezvous.view(job.now)["generation"]
     job.restart(compacted=compacted)
     for name in "ab":
         (welcome,) = answers(job.attach(name, round=1))
@@ -433,7 +433,7 @@ def test_weakness_keys_of_dead_rounds_are_forgotten() -> None:
     for number in range(1, 4):
         for key in range(100):
             job.answer(m.KvSet(number, f"k{key}", b"x" * 10), "a", session="w", seq=key + 1)
-        job.failed("b", number, reason=ExitReason.KILLED)
+        job.failed("b", number, reason=ExitReason.KILLED, last=0.0)
     assert job.machines.sync.view()["keys"] == 0
 
 

@@ -117,6 +117,15 @@ def test_the_first_traceback_is_what_the_user_sees_last(jobs: Jobs, shape: str) 
     assert len(last_words) - error <= 3
 
 
+def test_a_script_that_fails_at_once_is_started_again_after_a_pause(jobs: Jobs) -> None:
+    script = jobs.write("fails.py", "raise SystemExit(3)\n")
+    job = jobs.run("--max-restarts", "2", "--no-spares", script)
+    assert job.wait() == 1
+    assert job.count("round [234] starts in ") == 1
+    job.wait_line("round 3 starts in 1 s: the workers failed before their first step 2 times in")
+    jobs.expect_nothing_left()
+
+
 def test_a_syntax_error_is_shown_like_any_other(jobs: Jobs) -> None:
     script = jobs.write("broken.py", "print('never'\n")
     job = jobs.run("--max-restarts", "0", script)

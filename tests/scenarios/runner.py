@@ -63,7 +63,7 @@ UNTOLD = frozenset(
 )
 """Fields that are the same everywhere."""
 
-SILENT_IF_0 = frozenset({"pause_s", "broken", "by_plan", "finished"})
+SILENT_IF_0 = frozenset({"pause_s", "failed_starts", "broken", "by_plan", "finished"})
 
 SHORT_NAMES = {"node_id": "node", "node_rank": "rank"}
 

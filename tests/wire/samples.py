@@ -231,6 +231,7 @@ RECORDS: list[Record] = [
     ),
     rec.RoundBroken(round=3, reason="rank 3 failed", by_plan=True),
     rec.RestartCounted(reason="lost", count=3, back=0.5, trained_s=600.0),
+    rec.RestartCounted(reason="error", trained_s=650.0, failed_starts=2),
     rec.TrainingBegan(at_s=700.0),
     rec.PatienceSet(
         first_step_at=12.5, longest_pause_s=20.0, allowed_s=150.0, hung_step=99, hung_after=40

@@ -174,6 +174,8 @@ def _world(world: WorldView) -> str:
         )
     if world.spares:
         text += f", {count(len(world.spares), 'spare')}"
+    if world.starts_in_s > 0:
+        text += f"; the next round starts in {duration(world.starts_in_s)}"
     return text
 
 

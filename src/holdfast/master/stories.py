@@ -74,7 +74,7 @@ def _tell_of_worlds(event: Event) -> str:
             others = f", {event.others}" if event.others else ""
             return f"round {event.round}: all workers run ({event.how} start{others})"
         case ev.WorldBroken():
-            return f"round {event.round} is over: {event.reason}"
+            return f"round {event.round} is over: {event.reason}{_pause(event)}"
         case ev.WorldDone():
             return f"round {event.round}: every worker finished"
         case ev.IncidentClosed():
@@ -172,12 +172,23 @@ def describe_progress(view: Mapping[str, Any]) -> str:
     parts = [f"round {world['round']}", nodes, workers, f"step {done}"]
     if world["state"] != "running":
         parts = [f"round {world['round']} is {world['state']}"]
+        if "starts_in_s" in world:
+            parts.append(f"the next starts in {world['starts_in_s']:.0f} s")
     restarts = sum(view["restarts"].values())
     if restarts:
         parts.append(_count(restarts, "restart"))
     if progress["goodput"] is not None:
         parts.append(f"goodput {progress['goodput']:.0%}")
     return f"{view['job']}: {', '.join(parts)}"
+
+
+def _pause(event: ev.WorldBroken) -> str:
+    if not event.pause_s:
+        return ""
+    return (
+        f"; round {event.round + 1} starts in {event.pause_s:g} s: the workers failed before their "
+        f"first step {event.failed_starts} times in a row"
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -20,6 +20,8 @@ class WorldView(Struct, frozen=True):
     world_size: int = 0
     spares: tuple[int, ...] = ()
     """Node ranks of those who wait."""
+    starts_in_s: float = 0.0
+    """The workers failed at once again and again: so long the next round waits."""
 
 
 class NodeView(Struct, frozen=True):

@@ -133,6 +133,12 @@ def test_a_job_on_its_way_back_is_not_one_that_never_started() -> None:
     assert (running["status"], running["lastTransitionTime"]) == ("False", LATER)
 
 
+def test_a_job_in_a_pause_does_not_say_that_it_waits_for_nodes() -> None:
+    world = {"round": 2, "state": "broken", "reason": "rank 0 exited with code 1"}
+    found = status({**BROKEN, "world": {**world, "starts_in_s": 4.0}})
+    assert found["message"].startswith("in a pause after a failed start (rank 0 exited with code 1")
+
+
 def test_times_of_what_has_not_changed_are_kept() -> None:
     trained = status(TRAINING)
     more = {**TRAINING, "progress": {"step": 200, "goodput": 0.98}}

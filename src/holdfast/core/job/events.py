@@ -303,6 +303,9 @@ class WorldBroken(Event):
     last_step_ago_s: float
     by_plan: bool = False
     """Nothing has failed: all its nodes shall go."""
+    pause_s: float = 0.0
+    """So long the next one must wait, for its workers have failed at once, in a row so often:"""
+    failed_starts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class JobCore:
         saved_step = max(saving["memory_step"], self.checkpoints.newest_safe())
         return {
             **self.verdicts.view(),
-            "world": self.rendezvous.view(),
+            "world": self.rendezvous.view(now),
             "nodes": [*self.nodes.view(), *self.roles.view()],
             "wanted": {**self.nodes.wanted(), "roles": self.roles.wanted()},
             "progress": self.progress.view(now, saved_step),
@@ -121,7 +121,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.LeaseExpired, nodes, liveness, rendezvous)
     core.route(ev.WorldHurt, verdicts)
     core.route(ev.WorldBroken, progress, tallies, hangs, checkpoints, rendezvous, nodes)
-    core.route(ev.WorldFormed, nodes, sync, progress, checkpoints, tallies, shards, hangs)
+    core.route(ev.WorldFormed, nodes, sync, verdicts, progress, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldFound, nodes, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldStarted, progress, verdicts)
     core.route(ev.FirstStepMade, verdicts, nodes)  # budgets come back; who shall go may go

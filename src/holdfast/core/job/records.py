@@ -141,6 +141,8 @@ class RestartCounted(Record, frozen=True):
     """Units of it that came back by training since the last time."""
     trained_s: float = 0.0
     """How long the job had trained by then, in all."""
+    failed_starts: int = 0
+    """How often in a row workers had failed at once, with this time."""
 
 
 class TrainingBegan(Record, frozen=True):

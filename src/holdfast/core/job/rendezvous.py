@@ -14,6 +14,7 @@ The rules, in the order in which they are asked:
    they have the first places in the successor, which cannot go on before they have left the other.
 5. Nodes that shall go have no place in the next world, and a healthy one is replaced because of
    them. If all its nodes shall go it is over, and rule 4 holds for its successor.
+6. Where workers fail at once again and again, the next world waits for a pause (verdicts.py).
 
 A world is agreed once and pushed; whoever missed the push gets it again when it returns.
 """
@@ -161,7 +162,7 @@ class Rendezvous:
         outcome = Outcome()
         commit(self, outcome, rec.RoundBroken(self._state.round, event.reason, event.by_plan))
         assert self._rules is not None
-        self._clock.wait(now, self._rules.join_timeout_s)
+        self._clock.wait(now, self._rules.join_timeout_s, event.pause_s)
         formed = self._form(now)
         if not formed.facts:
             # Nobody may go on computing in a world that is over.
@@ -225,6 +226,8 @@ class Rendezvous:
 
     def _form(self, now: float) -> Outcome:
         """Form a world if the rules allow it; arm the last call if only patience is missing."""
+        if self._clock.is_held(now):
+            return NOTHING
         rules, growing = self._rules, self._state.is_healthy
         size = 0 if rules is None else self._muster.possible_size(rules, growing=growing)
         if rules is None or size == 0 or self._must_not_form(size, growing=growing):
@@ -297,9 +300,11 @@ class Rendezvous:
     def snapshot(self) -> Iterable[Record]:
         return self._state.snapshot()
 
-    def view(self) -> dict[str, object]:
-        """The world as people see it, and who waits outside."""
-        return {**self._state.view(), "spares": self._muster.spares(self._state.index)}
+    def view(self, now: float) -> dict[str, object]:
+        """The world as people see it, who waits outside, and for how long the next one waits."""
+        pause_s = self._clock.pause_left(now)
+        held = {"starts_in_s": round(pause_s, 3)} if pause_s > 0 and not self._ended else {}
+        return {**self._state.view(), "spares": self._muster.spares(self._state.index), **held}
 
 
 def _found(state: WorldState, world: World) -> ev.WorldFound:

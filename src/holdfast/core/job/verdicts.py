@@ -7,6 +7,10 @@ not use up the patience meant for a bug, and a bug must not be retried a hundred
 What the job trains brings budgets back, the whole of each in `BUDGET_BACK_S`: thousands of nodes
 lose one every half hour, for months. A job that comes to no step gets nothing back, and what
 `--max-restarts` counts never comes back.
+
+The first retry is immediate. Workers that fail at once again and again, before any step, are
+started again after pauses that grow: what they stumble over has time to go away. A lost node and a
+worker that was killed say nothing about the script: nothing waits because of them.
 """
 
 from collections.abc import Iterable
@@ -20,6 +24,9 @@ from holdfast.model.ids import Round
 from holdfast.model.job import BUDGET_BACK_S, JobSpec
 from holdfast.model.node import OF_THE_PROGRAM, ExitReason
 from holdfast.protocol import messages as m
+
+PAUSE_S_MAX = 30.0
+"""The longest pause before a round. Workers that ran for longer than this did not fail at once."""
 
 
 @dataclass(slots=True)
@@ -46,13 +53,19 @@ class Verdicts:
         self._trained_s = 0.0
         self._trains_since = -1.0
         self._has_stepped = False
+        #: How often in a row workers have failed at once.
+        self._failed_starts = 0
         # Volatile.
+        #: When the present round began, or this master, if that was later.
+        self._began_at = 0.0
         #: When the workers of the present world ran: counts for scripts that report no steps.
         self._runs_since = -1.0
         #: Of nodes lost in one step the first breaks the round, and the others only follow.
         self._judged = Round(0)
 
     def handle(self, event: Event, now: float) -> Outcome:
+        if isinstance(event, ev.WorldFormed | ev.MasterStarted):
+            self._began_at = now
         match event:
             case ev.WorldHurt():
                 return self._judge(event, now)
@@ -111,13 +124,25 @@ class Verdicts:
                 node_rank=event.node_rank,
             )
         outcome = Outcome()
-        counted = rec.RestartCounted(event.reason, back=back, trained_s=trained_s)
+        starts = self._count_starts(event, now)
+        pause_s = _pause_after(starts) if starts > self._failed_starts else 0.0
+        counted = rec.RestartCounted(
+            event.reason, back=back, trained_s=trained_s, failed_starts=starts
+        )
         commit(self, outcome, counted)
         self._runs_since = -1.0
-        outcome.facts.append(
-            ev.WorldBroken(event.round, event.message, event.node_rank, event.last_step_ago_s)
-        )
+        broken = (event.round, event.message, event.node_rank, event.last_step_ago_s)
+        why = starts if pause_s else 0
+        outcome.facts.append(ev.WorldBroken(*broken, pause_s=pause_s, failed_starts=why))
         return outcome
+
+    def _count_starts(self, event: ev.WorldHurt, now: float) -> int:
+        """How often in a row workers have failed at once, if this one is counted."""
+        has_stepped = self._trains_since >= 0 or event.last_step_ago_s >= 0
+        if has_stepped or now - self._began_at > PAUSE_S_MAX:
+            return 0
+        is_its_own = event.cause is not None and event.reason is not ExitReason.KILLED
+        return self._failed_starts + is_its_own
 
     def _trained_until(self, at: float) -> float:
         """How long the job has trained in all, if the present world did so until then."""
@@ -160,18 +185,24 @@ class Verdicts:
                 budget.trained_s = record.trained_s
                 self._trained_s = max(self._trained_s, record.trained_s)
                 self._trains_since = -1.0
+                self._failed_starts = record.failed_starts
             case rec.TrainingBegan():
                 self._trains_since, self._has_stepped = record.at_s, True
+                if record.at_s >= 0:
+                    self._failed_starts = 0
             case rec.JobClosed():
                 self._closed = record
             case rec.JobContinued():
-                self._closed = None
+                # People had their hands on it: the script may be another one.
+                self._closed, self._failed_starts = None, 0
             case _:
                 raise TypeError(f"{record!r} is not a record of the verdicts")
 
     def snapshot(self) -> Iterable[Record]:
         for reason, budget in self._budgets.items():
-            yield rec.RestartCounted(reason, budget.count, budget.back, budget.trained_s)
+            yield rec.RestartCounted(
+                reason, budget.count, budget.back, budget.trained_s, self._failed_starts
+            )
         if self._has_stepped:
             yield rec.TrainingBegan(self._trains_since)
         if self._closed is not None:
@@ -189,6 +220,13 @@ class Verdicts:
                 str(reason): self._budgets[reason].count for reason in sorted(self._budgets)
             },
         }
+
+
+def _pause_after(failed_starts: int) -> float:
+    """How long the next round waits: 0, 1, 2, 4 ... s."""
+    if failed_starts < 2:
+        return 0.0
+    return min(2.0 ** min(failed_starts - 2, 10), PAUSE_S_MAX)
 
 
 def _allowed(reason: ExitReason, limit: int) -> str:

@@ -38,6 +38,7 @@ class _World(Struct, frozen=True):
     reason: str = ""
     nodes: tuple[int, ...] = ()
     world_size: int = 0
+    starts_in_s: float = 0.0
 
 
 class _Node(Struct, frozen=True):
@@ -154,7 +155,8 @@ def _message(job: _View, phase: str) -> str:
         return f"round {job.world.round} trains on {nodes} nodes with {workers} workers"
     why = _why_nodes_wait(job)
     reason = f" ({job.world.reason})" if job.world.round > 0 else ""
-    return f"waiting for nodes{reason}: {of_nodes}{why}"
+    waiting = "in a pause after a failed start" if job.world.starts_in_s else "waiting for nodes"
+    return f"{waiting}{reason}: {of_nodes}{why}"
 
 
 def _why_nodes_wait(job: _View) -> str:
