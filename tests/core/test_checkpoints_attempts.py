@@ -290,6 +290,36 @@ def test_another_node_commits_when_the_first_is_lost() -> None:
     assert [node for node, _ in ledger.pushed(c.CommitOrder)] == [1]
 
 
+def test_an_attempt_ends_when_all_who_wrote_it_are_lost() -> None:
+    ledger = Ledger(2, spares=1)
+    attempt = begin(ledger)
+    for node in (0, 1):
+        ledger.persisted(node, attempt, V5, SHARDED, rank_part(node))
+    for node in (0, 1):
+        ledger.lose(node)
+    assert [fact.why for fact in ledger.facts if isinstance(fact, ev.AttemptFailed)] == [
+        "all nodes that wrote it were lost"
+    ]
+
+
+def test_an_attempt_ends_when_all_who_wrote_it_are_lost_while_a_part_is_looked_for() -> None:
+    """Found by the simulator: the part that was left out was the last that was missing, nobody was
+    left to give the checkpoint its name, and nothing reached storage for an hour."""
+    ledger = Ledger(2, spares=1)
+    attempt = begin(ledger, shape=COPIED)
+    ledger.persisted(0, attempt, V5, COPIED, SHARED, rank_part(0))
+    ledger.lose(1)
+    questions = ledger.pushed(c.InventoryWanted)
+    ledger.lose(0)
+    ledger.form([2, 3])
+    for node, question in questions:
+        if node == 2:
+            ledger.call(node, c.InventoryTaken(DIR, question.number, ()))
+    ledger.ask(2, V6, COPIED, SHARED, rank_part(0))
+    call = ledger.ask(3, V6, COPIED, SHARED, rank_part(1))
+    assert ledger.answer(call, c.PersistPlan).attempt != attempt
+
+
 def test_an_order_that_was_missed_is_given_again() -> None:
     ledger = Ledger(2)
     attempt = begin(ledger)

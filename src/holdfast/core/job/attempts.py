@@ -197,6 +197,9 @@ class Attempts:
             if self._state.lacks_position(self._directory, attempt.version):
                 self._give_up(out, attempt, NO_POSITION)
                 continue
+            if not attempt.held:
+                self._give_up(out, attempt, "all nodes that wrote it were lost")
+                continue
             here = [node_id for node_id, _ in attempt.held if node_id in self._crew.present]
             if here:
                 attempt.committer = min(here, key=self._crew.place)
@@ -257,8 +260,6 @@ class Attempts:
             attempt.abandoned(node_id)
             if attempt.is_resumed and attempt.missing:
                 self._give_up(out, attempt, "a node was lost that may have been writing it")
-            elif not (attempt.held or attempt.missing):
-                self._give_up(out, attempt, "all nodes that wrote it were lost")
 
     def node_returned(self, out: Outcome, node_id: NodeId) -> None:
         """The node may have missed what it was told."""
