@@ -7,7 +7,7 @@ from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
 from holdfast.model.ids import Round
 from holdfast.protocol import checkpoints as c
 from tests.core.harness import of_kind
-from tests.core.ledger import DIR, SHARDED, V5, V6, Ledger, begin, holding
+from tests.core.ledger import COPIED, DIR, SHARDED, V5, V6, Ledger, begin, holding
 
 
 def settled(ledger: Ledger) -> bool:
@@ -186,6 +186,34 @@ def test_a_flush_is_answered_when_there_is_nothing_to_bring() -> None:
     assert "nothing to keep" in ledger.refusal(call)
     again = ledger.call(0, c.FlushAsk(DIR, (), V5))
     assert ledger.answer(again, c.PersistState).committed == V5
+
+
+def test_a_step_without_any_ranks_part_is_not_brought_to_storage() -> None:
+    """Found by the simulator: a worker ended between its node's shared part and its own. The step
+    was committed, could not be restored, and the job began anew."""
+    ledger, torn = Ledger(1), holding(V5, SHARED, Shape(1, shared=True))
+    call = ledger.call(0, c.FlushAsk(DIR, (torn,), NONE))
+    assert "nothing to keep" in ledger.refusal(call)
+    # All have it at hand, and memory has not kept the ranks' parts.
+    restore = ledger.restore(0, torn, prepared=V5, breakpoint=True)
+    assert ledger.answer(restore, c.RestorePlan).version == V5
+    assert not ledger.pushed(c.PersistOrder)
+
+
+def test_the_last_ranks_part_of_an_attempt_is_not_left_out() -> None:
+    ledger = Ledger(2)
+    flush = ledger.call(0, c.FlushAsk(DIR, (holding(V5, SHARED, COPIED),), NONE))
+    ((node, question),) = ledger.pushed(c.InventoryWanted)
+    held = (holding(V5, SHARED, COPIED), holding(V5, rank_part(1), COPIED))
+    ledger.call(node, c.InventoryTaken(DIR, question.number, held))
+    orders = ledger.pushed(c.PersistOrder)
+    assert [(node, order.parts) for node, order in orders] == [(0, (SHARED,)), (1, (rank_part(1),))]
+    ledger.persisted(0, orders[0][1].attempt, V5, COPIED, SHARED)
+    ledger.lose(1)
+    ((node, question),) = ledger.pushed(c.InventoryWanted)
+    ledger.call(node, c.InventoryTaken(DIR, question.number, held[:1]))
+    assert not ledger.pushed(c.CommitOrder)
+    assert "rank-00001 was lost with its node" in ledger.refusal(flush)
 
 
 def test_a_flush_learns_of_the_failure() -> None:

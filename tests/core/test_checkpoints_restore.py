@@ -109,7 +109,7 @@ def test_many_who_want_the_same_begin_with_different_holders() -> None:
     shape = Shape(6, shared=True)
     calls = []
     for node in range(6):
-        held = [holding(version, SHARED, shape)] if node < 3 else []
+        held = [holding(version, SHARED, shape), own(node, version, shape)] if node < 3 else []
         calls.append(ledger.restore(node, *held, wants=[SHARED]))
     asked = [plan.sources[0].node_id for plan in plans(ledger, *calls[3:])]
     assert sorted(asked) == [0, 1, 2]
@@ -242,15 +242,15 @@ def test_a_torn_copy_of_the_first_step_goes_back_to_what_the_world_began_with() 
 
 def test_a_whole_version_of_an_abandoned_lineage_is_not_gone_back_to() -> None:
     ledger, abandoned, newest = Ledger(1), Version(1, 10), Version(2, 3)
-    shape = Shape(1, shared=True)
-    whole = [holding(abandoned, SHARED, shape), holding(abandoned, rank_part(0), shape)]
-    call = ledger.restore(0, *whole, holding(newest, SHARED, shape))
+    whole = [holding(abandoned, part, COPIED) for part in (SHARED, rank_part(0), rank_part(1))]
+    call = ledger.restore(0, *whole, holding(newest, SHARED, COPIED), own(0, newest, COPIED))
     assert ledger.answer(call, c.RestorePlan).version == newest
 
 
 def test_storage_is_not_gone_back_to_for_the_part_of_one_rank() -> None:
     ledger, stored, newest = Ledger(2), Version(1, 10), Version(1, 90)
-    ledger.restore(0, holding(newest, SHARED, COPIED), stored=[Stored(stored, COPIED)])
+    left = [holding(newest, SHARED, COPIED), own(0, newest, COPIED)]
+    ledger.restore(0, *left, stored=[Stored(stored, COPIED)])
     assert ledger.answer(ledger.restore(1), c.RestorePlan).version == newest
 
 
@@ -280,6 +280,22 @@ def test_without_the_shared_part_a_version_is_lost() -> None:
     for node in (0, 1):
         call = ledger.restore(node, own(node, version, COPIED))
     assert ledger.answer(call, c.RestorePlan).version == NONE
+
+
+def test_without_any_ranks_part_a_version_is_lost() -> None:
+    """Every rank would find its part nowhere, turn after turn."""
+    ledger, before, torn = Ledger(2), Version(0, 10), Version(1, 1)
+    for node in (0, 1):
+        call = ledger.restore(node, holding(torn, SHARED, COPIED), stored=[Stored(before, COPIED)])
+    assert ledger.answer(call, c.RestorePlan).version == before
+
+
+def test_when_no_ranks_part_on_storage_can_be_read_the_step_before_is_taken() -> None:
+    ledger, before, newest = Ledger(2), Version(0, 10), Version(0, 20)
+    stored = [Stored(before, COPIED), Stored(newest, COPIED)]
+    bad = [c.BadCopy(newest, rank_part(rank), -1, "it is not there") for rank in (0, 1)]
+    calls = [ledger.restore(node, stored=stored, bad=[bad[node]]) for node in (0, 1)]
+    assert {plan.version for plan in plans(ledger, *calls)} == {before}
 
 
 # ---- parity -------------------------------------------------------------------------------------

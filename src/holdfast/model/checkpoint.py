@@ -48,7 +48,7 @@ class Shape(Struct, frozen=True, array_like=True):
     world_size: int
     shared: bool
     """True when the model is the same on every rank. Then the shared part is what must not be lost;
-    a rank whose own part is lost takes another rank's."""
+    a rank whose own part is lost takes another rank's, of which one must be left."""
 
     def parts(self) -> Iterator[str]:
         """Every part that there must be."""

@@ -193,6 +193,8 @@ class Checkers:
         needed = {SHARED} if shape.shared else set(shape.parts())
         if not needed <= parts:
             self.fail(f"{version} is committed without {sorted(needed - parts)[0]}")
+        if parts == {SHARED}:
+            self.fail(f"{version} is committed without any rank's part")
         if self._scenario.samples and not positions:
             self.fail(f"{version} is committed without saying how far its data were")
 

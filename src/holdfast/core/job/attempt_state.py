@@ -99,6 +99,9 @@ class AttemptState:
                 self.missing.discard(part)
             else:
                 return [], part
+        written = (part for _, parts in self.files for part in parts)
+        if all(part == SHARED for part in (*self.missing, *written)):
+            return [], orphans[0]  # No rank's part is left that could stand in for it.
         return [part for part in orphans if part in self.writers], ""
 
     def share_of(

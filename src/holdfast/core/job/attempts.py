@@ -117,6 +117,8 @@ class Attempts:
                 writers[part] = writer
             elif part == SHARED or not shape.shared:
                 return False
+        if set(writers) == {SHARED}:
+            return False  # No rank's part could stand in for those that are lost.
         attempt = self._begin(out, version, shape, reason, writers, now)
         out.commands.extend(attempt.order_parts(self._directory, writers))
         self._plan_for_waiting(out, attempt)

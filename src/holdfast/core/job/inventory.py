@@ -115,13 +115,21 @@ class Inventory:
     def lost(self, version: Version, *, memory_only: bool = False) -> Iterator[str]:
         """The parts without which the version cannot be restored, and of which no copy is left.
 
-        If a part is shared, nothing else is indispensable: see `Shape`.
+        If a part is shared, one rank's part stands in for another's (see `Shape`), but there must
+        be one: without any, every rank would find its part nowhere.
         """
         shape = self.shape(version)
-        needed = (SHARED,) if shape.shared else shape.parts()
-        for part in needed:
-            if self._is_gone(version, part, memory_only=memory_only):
-                yield part
+        if shape.shared and self._is_gone(version, SHARED, memory_only=memory_only):
+            yield SHARED
+        gone = (
+            self._is_gone(version, rank_part(rank), memory_only=memory_only)
+            for rank in range(shape.world_size)
+        )
+        if shape.shared:
+            if all(gone):
+                yield rank_part(0)
+            return
+        yield from (rank_part(rank) for rank, is_gone in enumerate(gone) if is_gone)
 
     def _is_gone(self, version: Version, part: str, *, memory_only: bool = False) -> bool:
         if self.holders(version, part):
