@@ -19,7 +19,7 @@ from holdfast.protocol.checkpoints import RestorePlan
 from holdfast.sim.copy_checker import CopyChecker
 from holdfast.sim.history import History
 from holdfast.sim.plan_checker import PlanChecker
-from holdfast.sim.scenario import LIE, OF_MANY, Scenario
+from holdfast.sim.scenario import LIE, OF_MANY, STILL, Scenario
 from holdfast.sim.world_checker import WorldChecker
 
 Sample = tuple[int, int]
@@ -152,7 +152,9 @@ class Checkers:
         """Restarts follow from faults, and end with them."""
         scenario, restarts = self._scenario, self._restarts.total()
         nodes = scenario.nodes + scenario.spares
-        costs = (nodes if f.kind in OF_MANY else RESTARTS_PER_FAULT for f in scenario.faults)
+        # Agents that stand still together go silent one after the other, as nodes that are cut off.
+        of_many = (*OF_MANY, STILL)
+        costs = (nodes if f.kind in of_many else RESTARTS_PER_FAULT for f in scenario.faults)
         if restarts > 2 + sum(costs) + RESTARTS_PER_FAULT * len(scenario.asks):
             self.fail(f"{restarts} restarts for {len(scenario.faults)} faults")
         if self._history.now > scenario.quiet_at() + SETTLED_S:
