@@ -135,6 +135,7 @@ class Checkers:
             case rec.WorldAgreed():
                 # A disk that lies may forget a round of which nobody was told: it is agreed anew.
                 self.rounds = max(self.rounds, record.world.round)
+                self.worlds.agreed(record.world)
                 if record.planned:
                     self._planned.add(record.world.round)
                 # A plan may end a world, and the next one forms when the job is resumed.

@@ -4,6 +4,7 @@ a newer one has."""
 
 from collections.abc import Callable
 
+from holdfast.model.world import World
 from holdfast.protocol import messages as m
 
 
@@ -15,11 +16,22 @@ class WorldChecker:
         #: By round: its generation, and who holds which place.
         self._worlds: dict[int, tuple[int, int, int]] = {}
         self._places: dict[tuple[int, int], tuple[str, int]] = {}
+        #: Whom the master has given which place of which generation.
+        self._given: set[tuple[int, int, int]] = set()
+        #: The same before its disk lied.
+        self._void: set[tuple[int, int, int]] = set()
         self._stepping = 0
         self._void_until = -1.0
 
+    def agreed(self, world: World) -> None:
+        """The master has written this world, and tells its members."""
+        members = enumerate(world.members)
+        self._given.update((world.generation, rank, member.node_id) for rank, member in members)
+
     def received(self, place: str, node_id: int, run: m.RunWorld) -> None:
         """A node begins a round."""
+        if (run.generation, run.group_rank, node_id) in self._void:
+            return
         world = (run.generation, run.group_size, run.world_size)
         if self._worlds.setdefault(run.round, world) != world:
             self._fail(f"round {run.round} has two worlds: {self._worlds[run.round]} and {world}")
@@ -42,7 +54,10 @@ class WorldChecker:
     def disk_lied(self, void_until: float) -> None:
         """The master may have forgotten a whole world, and everybody who knew of it may be dead, or
         cut off until its leases end: its numbers are given again, and another world may compute
-        beside it. Whoever knew and lives is heard before anything of both is kept."""
+        beside it. Whoever knew and lives is heard before anything of both is kept. What the master
+        had sent may arrive much later, at a node that was cut off."""
+        self._void |= self._given
+        self._given.clear()
         self._worlds.clear()
         self._places.clear()
         self._void_until = void_until
