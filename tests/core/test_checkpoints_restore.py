@@ -290,6 +290,18 @@ def test_without_any_ranks_part_a_version_is_lost() -> None:
     assert ledger.answer(call, c.RestorePlan).version == before
 
 
+def test_the_part_that_stands_in_on_storage_is_not_looked_for_by_trial() -> None:
+    """A rack was lost while the step was written. A try for each of its ranks would be too many,
+    and what is committed would be given up for an older step, or for nothing."""
+    ledger, version, there = Ledger(2), Version(0, 20), rank_part(12)
+    stored = [Stored(version, Shape(16, shared=True), first_rank=12)]
+    calls = [ledger.restore(node, stored=stored if node == 0 else ()) for node in (0, 1)]
+    for rank, plan in enumerate(plans(ledger, *calls)):
+        assert plan.version == version
+        found = [(s.asked, s.part, s.kind) for s in plan.sources]
+        assert found == [(SHARED, SHARED, "storage"), (rank_part(rank), there, "storage")]
+
+
 def test_when_no_ranks_part_on_storage_can_be_read_the_step_before_is_taken() -> None:
     ledger, before, newest = Ledger(2), Version(0, 10), Version(0, 20)
     stored = [Stored(before, COPIED), Stored(newest, COPIED)]

@@ -20,7 +20,7 @@ from holdfast.checkpoint.retention import apply_retention, remove_steps
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage_port import HIDDEN, Storage
 from holdfast.checkpoint.verify import quick_problems, verify_checkpoint
-from holdfast.model.checkpoint import SHARED, Series, Version
+from holdfast.model.checkpoint import SHARED, Series, Version, rank_part
 from holdfast.model.errors import RejectedError, StateError
 from tests.storages import (
     fill_slot,
@@ -74,8 +74,23 @@ def test_a_saved_state_comes_back_bit_for_bit(
     assert load(storage, series, V1, tmp_path) == state
     (committed,) = list_committed(storage, series)
     assert committed.stored.shape.world_size == 2
+    assert committed.stored.first_rank == 0
     assert storage.get("latest") == committed.name.encode()
     assert verify_checkpoint(storage, committed).is_whole
+
+
+def test_what_is_stored_says_which_ranks_part_is_the_first(
+    storage: Storage, series: Series, tmp_path: Path
+) -> None:
+    """Beside a shared part, parts of ranks are left out that were lost before they were written."""
+    state = make_state(1)
+    del state[rank_part(0)]
+    save(storage, series, V1, state, "a1", tmp_path)
+    del state[rank_part(1)]
+    none_left = Version(V1.lineage, V1.step + 1)
+    save(storage, series, none_left, state, "a2", tmp_path)
+    found = {one.version: one.stored.first_rank for one in list_committed(storage, series)}
+    assert found == {V1: 1, none_left: 2}
 
 
 @pytest.mark.parametrize("step", [0, 2**24 + 1, 2**53 + 1])

@@ -111,7 +111,7 @@ CHECKPOINT_MESSAGES: tuple[m.AnyMessage, ...] = (
         directory=DIRECTORY,
         round=3,
         holdings=(HOLDING, BLOCK),
-        stored=(Stored(VERSION, SHAPE, positions=(POSITION,)),),
+        stored=(Stored(VERSION, SHAPE, positions=(POSITION,), first_rank=1),),
         prepared=VERSION,
         wants=("shared", "rank-00003"),
         bad=(c.BadCopy(VERSION, "rank-00003", 5, "the digest differs"),),

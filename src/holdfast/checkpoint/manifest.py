@@ -15,7 +15,16 @@ from msgspec import Struct
 from holdfast.checkpoint.data_position import DataPosition
 from holdfast.checkpoint.digests import CHUNK
 from holdfast.checkpoint.storage_port import Storage, telling
-from holdfast.model.checkpoint import SHARED, FileEntry, Series, Shape, Stored, Version, filled
+from holdfast.model.checkpoint import (
+    SHARED,
+    FileEntry,
+    Series,
+    Shape,
+    Stored,
+    Version,
+    filled,
+    rank_of,
+)
 from holdfast.model.errors import RejectedError, StateError
 from holdfast.protocol.checkpoints import CommitOrder
 
@@ -270,7 +279,11 @@ class Committed(Struct, frozen=True):
         """What the ledger wants to know of it."""
         manifest = self.manifest
         positions = tuple(entry.position() for entry in manifest.data)
-        return Stored(manifest.version, manifest.shape, positions)
+        first_rank = 0
+        if manifest.shared:
+            parts = {file.part for file in manifest.files} - {SHARED}
+            first_rank = min(map(rank_of, parts), default=manifest.world_size)
+        return Stored(manifest.version, manifest.shape, positions, first_rank)
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest | None:

@@ -91,6 +91,9 @@ class Stored(Struct, frozen=True, array_like=True):
     shape: Shape
     positions: tuple[Position, ...] = ()
     """Of the datasets that follow the directory, as they were when it was saved."""
+    first_rank: int = 0
+    """The lowest rank whose part is in it. Beside a shared part others may have been lost before
+    they were written; who looked for one of them by trial would give the checkpoint up."""
 
 
 class Series(Struct, frozen=True, array_like=True):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from holdfast.model.checkpoint import Shape, Stored, Version
+from holdfast.model.checkpoint import SHARED, Shape, Stored, Version, rank_of
 from holdfast.model.dataset import Position
 from holdfast.sim.checkers import Checkers
 from holdfast.sim.clock import Clock
@@ -18,6 +18,12 @@ class Committed:
     shape: Shape
     parts: frozenset[str]
     positions: tuple[Position, ...]
+
+    @property
+    def first_rank(self) -> int:
+        """The lowest rank whose part is there, as its manifest would say."""
+        ranks = (rank_of(part) for part in self.parts if part != SHARED)
+        return min(ranks, default=self.shape.world_size)
 
 
 class Storage:
@@ -70,7 +76,12 @@ class Storage:
     def stored(self, prepared: Version) -> tuple[Stored, ...]:
         """What is committed; with its positions only what was prepared (see NodeRestore)."""
         return tuple(
-            Stored(version, entry.shape, entry.positions if version == prepared else ())
+            Stored(
+                version,
+                entry.shape,
+                entry.positions if version == prepared else (),
+                entry.first_rank,
+            )
             for version, entry in sorted(self.committed.items())
         )
 

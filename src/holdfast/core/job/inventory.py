@@ -4,7 +4,16 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from holdfast.core.job.crew import Crew
-from holdfast.model.checkpoint import NONE, SHARED, Holding, Shape, Stored, Version, rank_part
+from holdfast.model.checkpoint import (
+    NONE,
+    SHARED,
+    Holding,
+    Shape,
+    Stored,
+    Version,
+    rank_of,
+    rank_part,
+)
 from holdfast.model.ids import NodeId
 from holdfast.model.parity import rebuildable
 from holdfast.protocol.checkpoints import BadCopy, Source
@@ -28,7 +37,8 @@ class Inventory:
         self._shapes: dict[Version, Shape] = {}
         #: By version and part: who holds it. Nodes in the order of `held`.
         self._copies: dict[Version, dict[str, dict[NodeId, Holding]]] = {}
-        self._stored: set[Version] = set()
+        #: What is on storage, with the lowest rank whose part is.
+        self._stored: dict[Version, int] = {}
         self._bad = {(copy.version, copy.part, copy.node_id): copy.why for copy in bad}
         #: Parts that are lost but can be rebuilt, with what that takes; filled when asked for.
         self._rebuilt: dict[Version, dict[str, tuple[str, ...]]] = {}
@@ -36,7 +46,8 @@ class Inventory:
         self._stand_ins: dict[Version, dict[NodeId, str]] = {}
         for entry in stored:
             self._shapes.setdefault(entry.version, entry.shape)
-            self._stored.add(entry.version)
+            known = self._stored.get(entry.version, 0)
+            self._stored[entry.version] = max(known, entry.first_rank)
         for node_id, holdings in held.items():
             for holding in holdings:
                 self._add(node_id, holding)
@@ -55,7 +66,7 @@ class Inventory:
 
     def without_position(self, known: Collection[Version]) -> set[Version]:
         """Versions that are in memory alone, and of whose data nobody knows how far they were."""
-        return self._shapes.keys() - known - self._stored
+        return self._shapes.keys() - known - self._stored.keys()
 
     def highest_lineage(self) -> int:
         return max((version.lineage for version in self._shapes), default=-1)
@@ -149,7 +160,10 @@ class Inventory:
         return version in self._stored
 
     def _is_stored(self, version: Version, part: str) -> bool:
-        return version in self._stored and not (
+        first_rank = self._stored.get(version)
+        if first_rank is None or (part != SHARED and rank_of(part) < first_rank):
+            return False
+        return not (
             (version, part, ON_STORAGE) in self._bad or (version, "", ON_STORAGE) in self._bad
         )
 
@@ -195,7 +209,7 @@ class Inventory:
         reachable = [source for source in ingredients if source is not None]
         if reachable and len(reachable) == len(ingredients):
             return reachable
-        if self._is_stored(version, part) and _is_of(self.shape(version), part):
+        if _is_of(self.shape(version), part) and self._is_stored(version, part):
             return [Source(asked, part, "storage")]
         return []
 
