@@ -50,6 +50,8 @@ class Master:
         self._links: dict[int, Link] = {}
         self._node_of: dict[int, NodeId] = {}
         self._link_of: dict[NodeId, Link] = {}
+        #: By link: the key of an agent whose admission is on its way to the disk.
+        self._attaching: dict[int, str] = {}
         self._in_job: set[NodeId] = set()
         self._is_finishing = False
         self._heard_at = 0.0
@@ -153,6 +155,7 @@ class Master:
         if self._is_finishing and node_id is not None:
             self._heard_at = self._clock.now
         if isinstance(body, m.Attach):
+            self._attaching[number] = body.agent_key
             self.feed(ev.AttachRequested(number, frame.call, body))
         elif isinstance(body, m.Dropped):
             self.feed(ev.RequestDropped(body.session, body.seq))
@@ -203,6 +206,8 @@ class Master:
                 if link is not None:
                     link.send(DOWN, command.body, position=self._position)
             case cmd.Reply():
+                if isinstance(command.body, m.Refused):
+                    self._attaching.pop(command.link, None)
                 link = self._links.get(command.link)
                 if link is not None:
                     link.send(DOWN, command.body, command.call, position=self._position)
@@ -233,8 +238,11 @@ class Master:
         if older is not None and older.number != command.link:
             self._hang_up(older)
         link = self._links.get(command.link)
+        agent_key = self._attaching.pop(command.link, "")
         if link is None:
-            self.feed(ev.NodeAbsent(command.node_id))
+            # As in master/service.py: if it is back on another link, that admission follows.
+            if agent_key not in self._attaching.values():
+                self.feed(ev.NodeAbsent(command.node_id))
             return
         self._link_of[command.node_id] = link
         self._node_of[link.number] = command.node_id
