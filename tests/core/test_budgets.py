@@ -243,3 +243,28 @@ def test_no_end_of_a_node_is_replaced_twice(lose: Callable[[Job], object]) -> No
         job.seen(0, phase, ExitReason.KILLED)
     planned = [record for record in job.records if type(record).__name__ == "NodePlanned"]
     assert len(planned) == 2
+
+
+def test_nodes_that_are_lost_together_use_one_unit_of_the_budget() -> None:
+    """A switch that fails takes the nodes behind it away one after the other."""
+    spec = JobSpec()
+    spec.worker_restarts[ExitReason.LOST] = 1
+    job = Job(spec)
+    names = [f"n{number}" for number in range(6)]
+    for name in names:
+        job.attach(name, job_rules=rules(min_nodes=2, max_nodes=6, max_restarts=0, last_call_s=0.0))
+    assert job.world() == [0, 1, 2, 3, 4, 5]
+
+    def lose(name: str) -> str:
+        job.seen(job.node_of[name], Phase.FAILED, ExitReason.LOST)
+        return job.state()
+
+    for name in names[:4]:
+        job.now += 1.0
+        assert lose(name) == "running"
+    assert job.machines.view(job.now)["restarts"] == {"lost": 1}
+    # All are there: those that are left, and the others again.
+    job.now += spec.silence_s
+    for name in names:
+        job.attach(name)
+    assert lose(names[4]) == "failed"

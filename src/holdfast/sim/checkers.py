@@ -60,6 +60,8 @@ class Checkers:
         self.at_moment: Callable[[str], None] = lambda moment: None
         self._spec = scenario.spec()
         self._restarts: Counter[ExitReason] = Counter()
+        #: Restarts that an earlier one stands for: nodes that are lost together.
+        self._following = 0
         #: Of these, what training has brought back.
         self._back: defaultdict[ExitReason, float] = defaultdict(float)
         self._relaunches: Counter[tuple[int, ExitReason]] = Counter()
@@ -123,6 +125,7 @@ class Checkers:
             case rec.RestartCounted():
                 reason = ExitReason(record.reason)
                 self._restarts[reason] += record.count
+                self._following += record.count == 0
                 self._back[reason] += record.back
                 if self._restarts_left(reason) < 0:
                     self.fail(f"restarted too often for the reason {reason!s}")
@@ -139,7 +142,8 @@ class Checkers:
                 if record.planned:
                     self._planned.add(record.world.round)
                 # A plan may end a world, and the next one forms when the job is resumed.
-                if self.rounds - len(self._planned) - 1 > self._restarts.total() + self.plans.done:
+                known = self._restarts.total() + self._following + self.plans.done
+                if self.rounds - len(self._planned) - 1 > known:
                     self.fail("a world was replaced without a restart being counted")
             case rec.CheckpointCommitted():
                 self.commits += 1
@@ -151,7 +155,7 @@ class Checkers:
 
     def _check_storm(self) -> None:
         """Restarts follow from faults, and end with them."""
-        scenario, restarts = self._scenario, self._restarts.total()
+        scenario, restarts = self._scenario, self._restarts.total() + self._following
         nodes = scenario.nodes + scenario.spares
         # Agents that stand still together go silent one after the other, as nodes that are cut off.
         of_many = (*OF_MANY, STILL)

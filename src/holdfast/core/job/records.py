@@ -137,6 +137,7 @@ class RestartCounted(Record, frozen=True):
 
     reason: str
     count: int = 1
+    """0 for a node that was lost by what another was lost by before."""
     back: float = 0.0
     """Units of it that came back by training since the last time."""
     trained_s: float = 0.0

@@ -13,6 +13,7 @@ started again after pauses that grow: what they stumble over has time to go away
 worker that was killed say nothing about the script: nothing waits because of them.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -60,6 +61,8 @@ class Verdicts:
         self._began_at = 0.0
         #: When the workers of the present world ran: counts for scripts that report no steps.
         self._runs_since = -1.0
+        #: When a node was lost that was counted.
+        self._lost_at = -math.inf
         #: Of nodes lost in one step the first breaks the round, and the others only follow.
         self._judged = Round(0)
 
@@ -115,7 +118,8 @@ class Verdicts:
         used, back = budget.count - budget.back, 0.0
         if event.reason not in OF_THE_PROGRAM:
             back = min(used, (trained_s - budget.trained_s) * limit / BUDGET_BACK_S)
-        if used - back > limit - 1:
+        follows = self._follows_a_loss(event, now)
+        if used - back > limit - 1 and not follows:
             allowed = _allowed(event.reason, limit)
             return self._end(
                 ok=False,
@@ -127,7 +131,7 @@ class Verdicts:
         starts = self._count_starts(event, now)
         pause_s = _pause_after(starts) if starts > self._failed_starts else 0.0
         counted = rec.RestartCounted(
-            event.reason, back=back, trained_s=trained_s, failed_starts=starts
+            event.reason, 0 if follows else 1, back, trained_s, failed_starts=starts
         )
         commit(self, outcome, counted)
         self._runs_since = -1.0
@@ -135,6 +139,16 @@ class Verdicts:
         why = starts if pause_s else 0
         outcome.facts.append(ev.WorldBroken(*broken, pause_s=pause_s, failed_starts=why))
         return outcome
+
+    def _follows_a_loss(self, event: ev.WorldHurt, now: float) -> bool:
+        """Whether a node was lost by what another was lost by before. Nodes behind a switch that
+        fails fall silent within one silence of each other; a large job must not end by that."""
+        is_node = event.cause is None and event.reason is ExitReason.LOST
+        if is_node and now - self._lost_at < self._spec.silence_s:
+            return True
+        if is_node:
+            self._lost_at = now
+        return False
 
     def _count_starts(self, event: ev.WorldHurt, now: float) -> int:
         """How often in a row workers have failed at once, if this one is counted."""
