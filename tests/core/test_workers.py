@@ -340,6 +340,14 @@ def test_a_person_who_asks_twice_does_not_wait_for_the_flush() -> None:
     assert commands[-1] == ev.ExitAgent(130, "SIGINT", None)
 
 
+def test_a_second_ctrl_c_that_overtakes_the_first_ends_all_at_once() -> None:
+    """The agent hears of it by the lifeline, and of the first one by the master."""
+    node = Node(1).running()
+    commands = node.tell(ev.ShutdownRequested("SIGINT", 130, flush=True, at_once=True))
+    assert commands == [ev.Report(m.Leave("SIGINT")), ev.EndWorkers(gently=False)]
+    assert node.exited(0, None, 9) == [ev.ExitAgent(130, "SIGINT", None)]
+
+
 def test_a_second_ctrl_c_ends_a_flush_that_takes_long() -> None:
     node = Node().running()
     node.tell(ev.ShutdownRequested("SIGINT", 130, flush=True))

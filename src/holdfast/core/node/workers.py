@@ -120,12 +120,13 @@ class Workers:
             case ev.ShutdownRequested():
                 self._exit = ev.ExitAgent(event.exit_code, event.reason, None)
                 leave = m.Leave(event.reason)
-                if event.flush:
+                # At once: a person's second Ctrl-C may come before the master's word of the first.
+                if event.flush and not event.at_once:
                     # As long as this node has not left, the others wait for what it still holds.
                     self._must_flush, self._farewell = True, leave
                 else:
                     outcome.commands.append(ev.Report(leave))
-                outcome.add(self._head_for(None, gently=True))
+                outcome.add(self._head_for(None, gently=not event.at_once))
             case ev.GivenUp():
                 self._rejoins = True
                 self._newest_round = 0

@@ -35,6 +35,17 @@ class DieInASave(TrainerCallback):
             training.die_in_the_next_save()
 
 
+class Settle(TrainerCallback):
+    """Has step 38 on storage before step 40 is saved, which would take its place in the queue."""
+
+    def __init__(self, trainer: FlashTrainer) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 39:
+            self.trainer.flash_wait(60)
+
+
 class Began(TrainerCallback):
     """Notes at which step a training begins."""
 
@@ -92,6 +103,7 @@ def main() -> None:
         train_dataset=Numbers(),
         callbacks=[Began(f"life{training.LIFE}"), DieInASave()],
     )
+    trainer.add_callback(Settle(trainer))
     trainer.train(resume_from_checkpoint=True)
     training.note(FOLDER, "reached", state_of(trainer))
     training.note(FOLDER, "committed", str(trainer.flash_wait(60)))
