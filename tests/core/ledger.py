@@ -203,6 +203,7 @@ class Ledger:
         breakpoint: bool = False,
         lineage: int = -1,
         round: int | None = None,
+        mixed: bool = False,
     ) -> int:
         body = c.NodeRestore(
             DIR,
@@ -216,6 +217,7 @@ class Ledger:
             step,
             breakpoint,
             lineage,
+            mixed,
         )
         return self.call(node, body)
 

@@ -406,6 +406,25 @@ def test_an_attempt_of_an_old_master_ends_when_a_node_is_lost() -> None:
     assert "a node was lost that may have been writing it" in ledger.refusal(call)
 
 
+def test_a_late_report_does_not_open_what_was_given_up_again() -> None:
+    """The others have been told that it failed: it would stand in the way of every later step."""
+    ledger = Ledger(3)
+    shape = Shape(3, shared=False)
+    asks = [ledger.ask(node, V5, shape, rank_part(node)) for node in range(3)]
+    attempt = ledger.answer(asks[2], c.PersistPlan).attempt
+    ledger.restart()
+    ledger.arrive(0)
+    ledger.persisted(0, attempt, V5, shape, rank_part(0))
+    ledger.lose(1)
+    ledger.arrive(2)
+    late = ledger.persisted(2, attempt, V5, shape, rank_part(2))
+    assert "a node was lost that may have been writing it" in ledger.refusal(late)
+    ledger.form([0, 2])
+    for node, rank in ((0, 0), (2, 1)):
+        call = ledger.ask(node, V6, SHARDED, rank_part(rank))
+    assert ledger.answer(call, c.PersistPlan).parts == (rank_part(1),)
+
+
 def test_an_attempt_of_an_old_master_that_is_not_heard_of_again_ends() -> None:
     ledger = Ledger(2)
     attempt = begin(ledger)

@@ -2,7 +2,9 @@
 """What goes to storage without the program asking, and what the end of the job waits for."""
 
 from holdfast.core.job import events as ev
+from holdfast.core.job.agreement import TURNS_MAX
 from holdfast.core.job.checkpoints import RETURN_S, SETTLE_S
+from holdfast.core.job.gathering import PATIENCE_S
 from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
 from holdfast.model.ids import Round
 from holdfast.protocol import checkpoints as c
@@ -273,3 +275,67 @@ def test_a_new_master_ends_the_job_when_nobody_has_anything_to_bring() -> None:
     assert not settled(ledger)
     ledger.wait(ledger.now + RETURN_S)
     assert settled(ledger)
+
+
+def leave_with_unreachable_part() -> tuple[Ledger, str, int]:
+    """Node 1 leaves and brings what it holds to storage, while node 0, which cannot fetch from it,
+    restores: the ledger, the attempt and node 0's ask."""
+    ledger = Ledger(2)
+    ledger.form([0])
+    mine, theirs = (holding(V5, rank_part(node), SHARDED) for node in (0, 1))
+    ledger.call(1, c.FlushAsk(DIR, (theirs,), NONE))
+    ((_, question),) = ledger.pushed(c.InventoryWanted)
+    ledger.call(0, c.InventoryTaken(DIR, question.number, (mine,)))
+    attempt = ledger.pushed(c.PersistOrder)[0][1].attempt
+    bad = c.BadCopy(V5, rank_part(1), 1, "it cannot be reached")
+    ask = ledger.restore(0, mine, bad=[bad], wants=[rank_part(0), rank_part(1)])
+    ((_, question),) = ledger.pushed(c.InventoryWanted)
+    ledger.call(1, c.InventoryTaken(DIR, question.number, (theirs,)))
+    return ledger, attempt, ask
+
+
+def test_what_a_leaving_node_brings_to_storage_is_waited_for_and_restored() -> None:
+    ledger, attempt, ask = leave_with_unreachable_part()
+    assert ask not in ledger.answers
+    for node in (0, 1):
+        ledger.persisted(node, attempt, V5, SHARDED, rank_part(node))
+    ledger.call(0, c.CommitDone(DIR, V5, attempt))
+    plan = ledger.answer(ask, c.RestorePlan)
+    assert plan.version == V5
+    assert [source.kind for source in plan.sources] == ["memory", "storage"]
+
+
+def test_what_a_leaving_node_cannot_bring_to_storage_is_not_waited_for() -> None:
+    ledger, attempt, ask = leave_with_unreachable_part()
+    ledger.persisted(1, attempt, V5, SHARDED, rank_part(1), problem="no space left")
+    plan = ledger.answer(ask, c.RestorePlan)
+    assert (plan.version, plan.go) == (NONE, True)
+
+
+def test_what_never_gets_everywhere_is_waited_for_on_its_way_to_storage() -> None:
+    """Once it is there it is tried again: it comes from another place."""
+    ledger, shape = Ledger(1), Shape(1, shared=False)
+    held = [holding(version, rank_part(0), shape) for version in (V5, V6)]
+    attempt = ledger.answer(ledger.ask(0, V6, shape, rank_part(0)), c.PersistPlan).attempt
+    for _ in range(TURNS_MAX):
+        assert ledger.answer(ledger.restore(0, *held), c.RestorePlan).version == V6
+    waiting = ledger.restore(0, *held)
+    assert waiting not in ledger.answers
+    ledger.persisted(0, attempt, V6, shape, rank_part(0))
+    ledger.call(0, c.CommitDone(DIR, V6, attempt))
+    assert ledger.answer(waiting, c.RestorePlan).version == V6
+
+
+def test_a_silent_node_outside_the_world_is_not_waited_for_again() -> None:
+    """Its time is over while the storage is waited for: the master would do nothing else."""
+    ledger, shape = Ledger(2), Shape(1, shared=False)
+    ledger.form([0])
+    held = [holding(version, rank_part(0), shape) for version in (V5, V6)]
+    ledger.answer(ledger.ask(0, V6, shape, rank_part(0)), c.PersistPlan)
+    for _ in range(TURNS_MAX):
+        turn = ledger.restore(0, *held)
+        ledger.wait(ledger.now + PATIENCE_S)
+        assert ledger.answer(turn, c.RestorePlan).version == V6
+    waiting = ledger.restore(0, *held)
+    ledger.wait(ledger.now + PATIENCE_S)
+    assert waiting not in ledger.answers

@@ -86,6 +86,15 @@ def test_it_is_not_go_while_nodes_have_different_versions_at_hand() -> None:
     assert not any(plan.go for plan in plans(ledger, *calls))
 
 
+def test_it_is_not_go_with_nothing_while_a_rank_has_something_at_hand() -> None:
+    """One rank of a node took a version that another rank found bad, and there is no other."""
+    ledger = Ledger(1)
+    (plan,) = plans(ledger, ledger.restore(0, mixed=True))
+    assert (plan.version, plan.go) == (NONE, False)
+    (plan,) = plans(ledger, ledger.restore(0))
+    assert (plan.version, plan.go) == (NONE, True)
+
+
 def test_every_node_is_told_the_places_of_what_it_wants_and_no_more() -> None:
     ledger, version = Ledger(2), Version(1, 10)
     first = ledger.restore(0, own(0, version), wants=[rank_part(0)])
@@ -300,6 +309,17 @@ def test_the_part_that_stands_in_on_storage_is_not_looked_for_by_trial() -> None
         assert plan.version == version
         found = [(s.asked, s.part, s.kind) for s in plan.sources]
         assert found == [(SHARED, SHARED, "storage"), (rank_part(rank), there, "storage")]
+
+
+def test_what_stands_in_comes_from_storage_if_its_holder_cannot_be_reached() -> None:
+    ledger, version, shape = Ledger(2), Version(0, 20), Shape(3, shared=True)
+    ledger.feed(ev.NodeReady(member(0, peer_port=0), Round(1), returned=True))
+    there = [Stored(version, shape, first_rank=2)]
+    held = [holding(version, part, shape) for part in (SHARED, rank_part(0))]
+    ledger.restore(0, *held, stored=there)
+    plan = ledger.answer(ledger.restore(1), c.RestorePlan)
+    found = [(source.asked, source.part, source.kind) for source in plan.sources]
+    assert found == [(SHARED, SHARED, "storage"), (rank_part(1), rank_part(2), "storage")]
 
 
 def test_when_no_ranks_part_on_storage_can_be_read_the_step_before_is_taken() -> None:

@@ -32,7 +32,7 @@ def test_what_one_rank_lacks_the_node_lacks() -> None:
     """The prior art let some ranks load one step and others another: mixed-step restore."""
     meeting: RestoreMeeting[str] = RestoreMeeting(2)
     meeting.ask("a", ask(0, V2))
-    assert meeting.ask("b", ask(1, V1)) == Turn(NONE, fresh=False, step=-1)
+    assert meeting.ask("b", ask(1, V1)) == Turn(NONE, fresh=False, step=-1, mixed=True)
 
 
 def test_a_rank_that_asks_again_only_changes_who_is_answered() -> None:

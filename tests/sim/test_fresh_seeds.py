@@ -16,7 +16,7 @@ from holdfast.sim.scenario import Scenario, from_seed
 from holdfast.sim.swarm import Finds
 
 GROUPS = 4
-CORE_SEEDS, DRIVER_SEEDS = 240, 100
+CORE_SEEDS, DRIVER_SEEDS = 240, 240
 
 
 def play(

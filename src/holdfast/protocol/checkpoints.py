@@ -228,6 +228,9 @@ class NodeRestore(Message, frozen=True):
     lineage: int = -1
     """What the last agreement of this round gave this node; -1 before the first. A node that asks
     with less than the others have has missed their answer."""
+    mixed: bool = False
+    """Whether its ranks have different versions at hand: nobody may go on yet, not even with
+    nothing, because a rank of this node has something."""
 
 
 class Source(Struct, frozen=True, array_like=True):

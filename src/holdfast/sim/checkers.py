@@ -60,6 +60,7 @@ class Checkers:
         self.at_moment: Callable[[str], None] = lambda moment: None
         self._spec = scenario.spec()
         self._restarts: Counter[ExitReason] = Counter()
+        self._is_count_lost = False
         #: Restarts that an earlier one stands for: nodes that are lost together.
         self._following = 0
         #: Of these, what training has brought back.
@@ -120,6 +121,10 @@ class Checkers:
             if type(fact) in _MOMENTS:
                 self.at_moment(_MOMENTS[type(fact)])
 
+    def counts_forgotten(self) -> None:
+        """The disk lied: what the master had counted may be gone, and is counted again."""
+        self._is_count_lost = True
+
     def _count(self, record: Record) -> None:
         match record:
             case rec.RestartCounted():
@@ -127,13 +132,14 @@ class Checkers:
                 self._restarts[reason] += record.count
                 self._following += record.count == 0
                 self._back[reason] += record.back
-                if self._restarts_left(reason) < 0:
+                if self._restarts_left(reason) < 0 and not self._is_count_lost:
                     self.fail(f"restarted too often for the reason {reason!s}")
                 self._check_storm()
             case rec.RelaunchCounted():
                 key = (record.node_rank, ExitReason(record.reason))
                 self._relaunches[key] += record.count
-                if self._relaunches[key] > self._spec.node_relaunches[key[1]]:
+                limit = self._spec.node_relaunches[key[1]]
+                if self._relaunches[key] > limit and not self._is_count_lost:
                     self.fail(f"node rank {record.node_rank} relaunched too often")
             case rec.WorldAgreed():
                 # A disk that lies may forget a round of which nobody was told: it is agreed anew.
@@ -150,6 +156,8 @@ class Checkers:
                 if record.version < self.newest:
                     self.fail(f"the newest committed version went back to {record.version}")
                 self.newest = record.version
+            case rec.LineageSet() if record.lineage not in self._lines:
+                self._lineage_began(record.lineage, record.version)
             case rec.JobClosed():
                 self.end = record
 
@@ -218,13 +226,17 @@ class Checkers:
         if not self._scenario.samples:
             # With data, a version of which no position is known yet is passed over.
             self.copies.restored(fact.round, fact.version)
+
+    def _lineage_began(self, lineage: int, version: Version) -> None:
+        """What is in the model that a lineage begins with. By the record, not by the fact: a master
+        that dies in between tells nobody of it, and the next one acts upon it all the same."""
         base: Counter[Sample] = Counter()
-        if fact.version != NONE:
-            base += self._bases[fact.version.lineage]
-            for trained in self._models[fact.version].values():
+        if version != NONE:
+            base += self._bases[version.lineage]
+            for trained in self._models[version].values():
                 base.update(trained)
-        self._bases[fact.lineage] = base
-        self._lines[fact.lineage] = Counter(base)
+        self._bases[lineage] = base
+        self._lines[lineage] = Counter(base)
 
     def restored(self, run: m.RunWorld, rank: int, prepared: Version, plan: RestorePlan) -> None:
         """A rank goes on from a version: the same for all ranks, and it must have it."""
@@ -239,6 +251,9 @@ class Checkers:
         ranks = self._models.setdefault(version, {})
         if ranks.setdefault(rank, list(trained)) != trained:
             self.fail(f"rank {rank} has two states of {version}")
+
+    def newest_saved(self) -> Version:
+        return max(self._models, default=NONE)
 
     # ---- data -----------------------------------------------------------------------------------
 
@@ -262,7 +277,7 @@ class Checkers:
         if not self.end.ok:
             self._check_failure(self.end)
             return
-        last = max(self._models)
+        last = self.newest_saved()
         # A part that rotted in memory, or an outage to the very end, may cost the last checkpoint.
         if newest < last and (last in refused or self.copies.has_rotted(last)):
             return

@@ -39,19 +39,27 @@ class Disk:
         #: What was safe before each of the last syncs.
         self._earlier: deque[bytes] = deque(maxlen=CACHED_SYNCS)
         self.slow_until = self.full_until = 0.0
+        #: What a crash kept of a batch that was not synced begins here.
+        self._untold_from = 0
+        self.untold: list[Entry] = []
+        """Entries that are there although the master that wrote them never knew."""
 
     def load(self) -> list[Entry]:
         """What a new master finds: whole batches, in order."""
         entries: list[Entry] = []
         position = self.end = 0
+        self.untold = []
         while position + _HEAD.size <= len(self._synced):
             length, checksum = _HEAD.unpack_from(self._synced, position)
+            is_untold = position >= self._untold_from
             payload = self._synced[position + _HEAD.size : position + _HEAD.size + length]
             if len(payload) < length or zlib.crc32(payload) != checksum:
                 break
             position += _HEAD.size + length
             self.end, rows = _batches.decode(payload)
             entries += [Entry(*row) for row in rows]
+            self.untold += [Entry(*row) for row in rows] if is_untold else ()
+        self._untold_from = position
         self._synced = self._written = self._synced[:position]
         return entries
 
@@ -68,15 +76,18 @@ class Disk:
         self._earlier.append(self._synced)
         self.end = self._written_end = self.end + len(snapshot)
         self._synced = self._written = _batch(self.end, snapshot)
+        self._untold_from = len(self._synced)
 
     def sync(self) -> None:
         """What was written is safe, unless the disk lies."""
         self._earlier.append(self._synced)
         self._synced, self.end = self._written, self._written_end
+        self._untold_from = len(self._synced)
 
     def crash(self) -> None:
         """Of what was not synced any beginning may be there; often all of it, or nothing."""
         unsafe = len(self._written) - len(self._synced)
+        self._untold_from = len(self._synced)
         kept = self._rng.choice((0, unsafe, self._rng.randint(0, unsafe)))
         self._synced = self._written[: len(self._synced) + kept]
 
@@ -88,6 +99,7 @@ class Disk:
         earlier = [state for state in self._earlier if state]
         if earlier:
             self._synced = self._written = self._rng.choice(earlier)
+            self._untold_from = len(self._synced)
 
 
 def _batch(end: int, entries: Sequence[Entry]) -> bytes:

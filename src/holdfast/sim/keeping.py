@@ -146,9 +146,9 @@ class SharedStorage(PosixStorage):
 
     def _require_order(self, path: str) -> None:
         if self._is_broken():
-            version = self._versions.get(_attempt(path))
-            if version is not None:
-                self.refused.add(version)
+            # What is not a part says whose the directory is: that comes before the first part.
+            version = self._versions.get(_attempt(path), self._checkers.newest_saved())
+            self.refused.add(version)
             # Not one of those that are tried again: who waits in a thread waits in real time.
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.full(path))
 

@@ -59,6 +59,8 @@ class Master:
 
     def start(self) -> None:
         self._stage.network.master = self
+        untold = [decode_record(entry.payload) for entry in self._disk.untold]
+        self._stage.checkers.durable(untold, ())
         self.feed(ev.MasterStarted(f"m{self._number}", self._position))
         if self._stage.scenario.managed:
             self._stage.platform.watch(self.feed)

@@ -24,6 +24,10 @@ UP, DOWN = "up", "down"
 """To the master, and from it."""
 
 
+INSIDE = "inside "
+"""Before the name of a machine: what goes on within it needs no network."""
+
+
 class End(Protocol):
     """Who is at one end of a link."""
 
@@ -224,7 +228,8 @@ class Network:
 
     def is_blocked(self, place: str, way: str) -> bool:
         """Whether nothing gets through between this place and the master."""
-        return self._master_cut_until > self.clock.now or self.is_cut_off(place, way)
+        is_cut = self._master_cut_until > self.clock.now and not place.startswith(INSIDE)
+        return is_cut or self.is_cut_off(place, way)
 
     def is_cut_off(self, place: str, way: str) -> bool:
         """Whether a partition cuts the place off from everything."""

@@ -201,6 +201,7 @@ class Simulation:
                 self._kill_master(seconds)
                 self._disk.lose_power()
                 self.stage.checkers.worlds.disk_lied(now + self.stage.scenario.lease_s)
+                self.stage.checkers.counts_forgotten()
             case "slow_disk":
                 self._disk.slow_until = now + seconds
             case "full_disk":

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from holdfast.checkpoint.digests import digest_of
 from holdfast.checkpoint.slots import Slot
 from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
-from holdfast.model.errors import RejectedError
+from holdfast.model.errors import RejectedError, StateError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import data as d
 from holdfast.protocol import messages as m
@@ -158,7 +158,14 @@ class Script:
 
     def begin(self, main: Coroutine[Any, Any, None]) -> None:
         """Run this until the process ends."""
-        self._tasks.append(self._loop.create_task(main))
+        task = self._loop.create_task(main)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """An error here is one of the model: without a word the job would only never end."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._checkers.fail(f"the model of a worker broke: {error!r}")
 
     def end(self) -> None:
         """Nothing of it runs any more."""
@@ -267,15 +274,20 @@ class Script:
         version = plan.version
         parts = tuple(parts_of(plan.shape, self._rank, self._run.world_size))
         ask = c.PartsOpen(DIRECTORY, version, parts, self._local_rank)
-        opened_parts = (await self._ask(ask, c.PartsOpened)).parts
-        await self._pause(self._rng.uniform(0.001, 0.5))
-        bad = []
-        for opened in opened_parts:
-            data = keeping.taken(opened.path)
-            if opened.digest not in (-1, digest_of(data)):
-                bad.append(opened.part)
-            elif not keeping.is_whole(data, version, opened.part):
-                self._checkers.fail(f"{opened.part} of {version} is restored with wrong bytes")
+        bad: list[str] = []
+        try:
+            opened_parts = (await self._ask(ask, c.PartsOpened)).parts
+            await self._pause(self._rng.uniform(0.001, 0.5))
+            for opened in opened_parts:
+                data = keeping.taken(opened.path)
+                if opened.digest not in (-1, digest_of(data)):
+                    bad.append(opened.part)
+                elif not keeping.is_whole(data, version, opened.part):
+                    self._checkers.fail(f"{opened.part} of {version} is restored with wrong bytes")
+        except (RejectedError, StateError) as exc:
+            # One of several cannot be had; or another rank found it bad, and it was dropped.
+            await self._ask(c.PartsClose(DIRECTORY, self._local_rank, tuple(bad)), m.Done)
+            raise RejectedError(str(exc)) from exc
         await self._ask(c.PartsClose(DIRECTORY, self._local_rank, tuple(bad)), m.Done)
         if bad:
             raise RejectedError(f"{', '.join(bad)} of {version} changed in memory")

@@ -146,6 +146,7 @@ class Vault:
             fresh=turn.fresh,
             step=turn.step,
             lineage=self._lineage,
+            mixed=turn.mixed,
         )
 
     def _begin_lineage(self, plan: c.RestorePlan) -> None:

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, cast
 
 from holdfast.sim.loop import Process, VirtualLoop, current_process
-from holdfast.sim.network import DOWN, UP, Network, Pipe
+from holdfast.sim.network import DOWN, INSIDE, UP, Network, Pipe
 
 BREAK_S = 0.001
 """How soon both ends learn that their stream is broken."""
@@ -183,7 +183,7 @@ class Wires:
         process = current_process()
         assert process is not None
         # Within a machine nothing is cut off and nothing is slow.
-        place = process.place if host != process.place else f"inside {host}"
+        place = process.place if host != process.place else f"{INSIDE}{host}"
         if self._network.is_blocked(place, UP) or self._network.is_blocked(place, DOWN):
             await self._loop.create_future()  # Whoever connects has a time-out.
         await asyncio.sleep(2 * self._network.delay(place))

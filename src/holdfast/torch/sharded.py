@@ -273,7 +273,10 @@ def _read_map(part: OpenPart) -> dict[str, SavedTensor]:
 
 
 def _holds_all(saved: Mapping[str, SavedTensor], leaves: Leaves) -> bool:
-    """Whether this rank held every chunk that it needs now, exactly."""
+    """Whether this rank held every chunk that it needs now, exactly, and knows every name.
+
+    A rank whose shard of a tensor is empty has stored nothing of it, so its index lacks the name.
+    """
     held = {
         (name, piece.offsets, piece.sizes)
         for name, tensor in saved.items()
@@ -281,7 +284,9 @@ def _holds_all(saved: Mapping[str, SavedTensor], leaves: Leaves) -> bool:
     }
     return all(
         (chunk.name, chunk.offsets, chunk.sizes) in held
-        for chunk in filter(is_worth_storing, leaves.chunks)
+        if is_worth_storing(chunk)
+        else chunk.name in saved
+        for chunk in leaves.chunks
     )
 
 

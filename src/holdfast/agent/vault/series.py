@@ -189,7 +189,10 @@ class SeriesKeeper:
                 _fail(asked, RejectedError(no_room))
             return
         try:
-            plan = await self._means.ask(await self._node_restore(turn), c.RestorePlan)
+            body = await self._node_restore(turn)
+            if meeting is not self._meeting:
+                return  # A new round began meanwhile: its ranks ask for themselves.
+            plan = await self._means.ask(body, c.RestorePlan)
         except (HoldfastError, OSError) as exc:
             for asked in meeting.answered():
                 _fail(asked, RejectedError(str(exc)))
@@ -230,6 +233,7 @@ class SeriesKeeper:
             step=turn.step,
             breakpoint=self.series.breakpoint,
             lineage=self._lineage,
+            mixed=turn.mixed,
         )
 
     async def _look_at_storage(self, *, is_needed: bool) -> tuple[Stored, ...]:

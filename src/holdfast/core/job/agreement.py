@@ -4,7 +4,9 @@
 It goes in turns. In each, every node of the round says what it holds and what it has at hand; the
 newest whole version is chosen, and it is agreed on once every node has it at hand. A copy that
 turns out bad on the way is never counted again, so another turn chooses another copy, or an
-older version. Nothing here is durable: the asks hold everything and are sent again to a new master.
+older version. What the nodes cannot fetch from each other may be on its way to storage: then the
+turn waits for that, before it chooses anything older. Nothing here is durable: the asks hold
+everything and are sent again to a new master.
 """
 
 from collections import Counter
@@ -54,7 +56,8 @@ class Agreement:
         self.outsiders = outsiders
         self._asks: dict[NodeId, RestoreCall] = {}
         self._bad: set[BadCopy] = set()
-        self._planned: Counter[Version] = Counter()
+        #: How often a version was planned: while it was only in memory, and once it was stored.
+        self._planned: Counter[tuple[Version, bool]] = Counter()
         #: Versions of whose data it is not known how far they were.
         self._unpositioned: set[Version] = set()
         #: What was where in the last turn.
@@ -89,12 +92,18 @@ class Agreement:
         return ""
 
     def choose(
-        self, committed: Stored | None, base: Version, positioned: Collection[Version] | None
-    ) -> Choice:
-        """The version of this turn, and whether every node has it at hand.
+        self,
+        committed: Stored | None,
+        base: Version,
+        positioned: Collection[Version] | None,
+        promised: Version,
+        under_way: Collection[Version],
+    ) -> Choice | None:
+        """The version of this turn, and whether every node has it at hand; None: not yet.
 
         `base` is what the last agreement came to. Of what is in memory alone only `positioned`
-        versions count; None: no data are read with respect to the directory.
+        versions count; None: no data are read with respect to the directory. `under_way` are on
+        their way to storage, `promised` to a node that leaves only when it is there.
         """
         bodies = [call.body for call in self._asks.values()]
         stored = {entry for body in bodies for entry in body.stored}
@@ -110,22 +119,34 @@ class Agreement:
         if bodies[0].fresh:
             return Choice(NONE, go=True, fresh=True, notes=())
         step, prepared = bodies[0].step, {body.prepared for body in bodies}
-        given_up = {v for v, turns in self._planned.items() if turns >= TURNS_MAX}
+        given_up = set(self._given_up())
         if positioned is not None:
             self._unpositioned = inventory.without_position(positioned)
         passed_over = given_up | self._unpositioned
         newest = inventory.newest(step=step, passed_over=passed_over, base=base)
         # What all have at hand is never given up for something older.
-        if len(prepared) == 1 and (at_hand := min(prepared)) >= newest:
-            return Choice(at_hand, go=True, fresh=False, notes=self._notes(at_hand, step))
-        self._planned[newest] += 1
-        return Choice(newest, go=False, fresh=False, notes=self._notes(newest, step))
+        at_hand = min(prepared) if len(prepared) == 1 else NONE
+        is_mixed = len(prepared) > 1 or any(body.mixed for body in bodies)
+        go = at_hand >= newest and not is_mixed
+        chosen = at_hand if go else newest
+        awaited = max((v for v in under_way if v == promised or v in given_up), default=NONE)
+        if awaited > chosen and step in (-1, awaited.step):
+            return None
+        if not go:
+            self._planned[newest, inventory.is_stored(newest)] += 1
+        return Choice(chosen, go=go, fresh=False, notes=self._notes(chosen, step))
+
+    def _given_up(self) -> Iterator[Version]:
+        """Versions that were planned in vain, from where they still are."""
+        for (version, was_stored), turns in self._planned.items():
+            if turns >= TURNS_MAX and was_stored == self.inventory.is_stored(version):
+                yield version
 
     def _notes(self, chosen: Version, step: int) -> tuple[str, ...]:
         given_up = tuple(
-            f"step {version.step} could not be brought to every node in {turns} tries"
-            for version, turns in self._planned.items()
-            if turns >= TURNS_MAX and version > chosen
+            f"step {version.step} could not be brought to every node in {TURNS_MAX} tries"
+            for version in self._given_up()
+            if version > chosen
         )
         unpositioned = tuple(
             f"step {version.step} is passed over: not every rank has said how far its data were"

@@ -47,6 +47,8 @@ class Attempts:
         self._queue = PersistQueue(crew)
         #: Attempts of an earlier master that are known to be committed.
         self._done_before: set[str] = set()
+        #: Attempts of an earlier master that this one gave up: a late report does not open them.
+        self._given_up: set[str] = set()
         #: Why the last attempt failed; empty after a commit.
         self.problem = ""
 
@@ -167,7 +169,7 @@ class Attempts:
             out.commands.append(Reply(request.link, request.call, c.PersistState(last.version)))
             return
         attempt = self._open.get(body.attempt)
-        if attempt is None and self._crew.is_ours(body.attempt):
+        if attempt is None and self._is_over(body.attempt):
             why = self.problem or "the attempt is over"
             out.commands.append(Reply(request.link, request.call, m.Refused("rejected", why)))
             return
@@ -186,6 +188,13 @@ class Attempts:
             self._committed(out, attempt)
         else:
             attempt.reported(key, body.files)
+
+    def _is_over(self, name: str) -> bool:
+        """Whether an attempt that is not open will never be: this master gave it up, and it is not
+        one that was committed before this master knew of it."""
+        if self._crew.is_ours(name):
+            return True
+        return name in self._given_up and name not in self._done_before
 
     def commit_next(self, out: Outcome) -> None:
         """Have the oldest whole attempt committed. One at a time: the newest name is the last."""
@@ -242,6 +251,8 @@ class Attempts:
     def _give_up(self, out: Outcome, attempt: AttemptState, why: str) -> None:
         """End an attempt; nothing that was committed before is touched."""
         del self._open[attempt.attempt]
+        if not self._crew.is_ours(attempt.attempt):
+            self._given_up.add(attempt.attempt)
         self.problem = f"step {attempt.version.step} did not reach storage: {why}"
         out.facts.append(ev.AttemptFailed(self._directory, attempt.version, attempt.attempt, why))
         for request in attempt.held.values():

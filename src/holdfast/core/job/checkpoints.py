@@ -188,7 +188,7 @@ class Checkpoints:
         agreed = self._state.agreed.get(body.directory)
         if agreed is not None and agreed.round == body.round and body.lineage < agreed.lineage:
             # The others have gone on: this node missed the answer.
-            if body.prepared == agreed.version:
+            if body.prepared == agreed.version and not body.mixed:
                 return self._go(agreed, (), now)
             what = f"step {agreed.version.step}" if agreed.version != NONE else "a fresh start"
             return m.Refused("rejected", f"the other nodes of the round agreed on {what} already")
@@ -217,7 +217,13 @@ class Checkpoints:
             None if committed is None else Stored(committed.version, committed.shape),
             state.base(directory),
             state.positions(directory).keys() if is_followed else None,
+            series.promised,
+            tuple(series.attempts.versions()),
         )
+        if choice is None:
+            # Until something is on storage. The others have had their time.
+            agreement.outsiders.stop_waiting()
+            return
         inventory = series.inventory = agreement.inventory
         version, shape = choice.version, inventory.shape(choice.version)
         stored_positions = agreement.stored_positions(version)

@@ -20,6 +20,7 @@ class Gathering:
         self._question = InventoryWanted(directory, number)
         self._missing = set(nodes)
         self._until = now + PATIENCE_S
+        self._waits = True
         self.found: dict[NodeId, tuple[Holding, ...]] = {}
         #: What is being written, by attempt and part.
         self._written: set[tuple[str, str]] = set()
@@ -56,5 +57,9 @@ class Gathering:
     def is_over(self, now: float) -> bool:
         return not self._missing or now >= self._until
 
+    def stop_waiting(self) -> None:
+        """Something else is waited for now. Late answers still count."""
+        self._waits = False
+
     def deadline(self) -> float | None:
-        return self._until if self._missing else None
+        return self._until if self._missing and self._waits else None

@@ -21,6 +21,9 @@ from holdfast.protocol.checkpoints import BadCopy, Source
 ON_STORAGE = NodeId(-1)
 """The node id of a bad copy that is not in anybody's memory."""
 
+_NEAREST = NodeId(-2)
+"""Stands for whichever node holds it, among stand-ins."""
+
 NOTES_MAX = 8
 """More sentences than this help nobody."""
 
@@ -191,8 +194,9 @@ class Inventory:
         for asked in parts:
             places = self._places(version, asked, asked, node_id, crew)
             if not places and asked != SHARED and self.shape(version).shared:
-                substitute = self._substitute(version, node_id)
-                places = self._places(version, asked, substitute, node_id, crew)
+                others = self._substitutes(version, node_id)
+                tried = (self._places(version, asked, other, node_id, crew) for other in others)
+                places = next(filter(None, tried), [])
             found += places
         return tuple(found)
 
@@ -231,24 +235,32 @@ class Inventory:
             asked, part, kind or where, chosen, crew.address(chosen), holding.digest, holding.length
         )
 
-    def _substitute(self, version: Version, node_id: NodeId) -> str:
-        """A rank part that stands in for a lost one: of this node, else the lowest there is."""
+    def _substitutes(self, version: Version, node_id: NodeId) -> Iterator[str]:
+        """Rank parts that may stand in for a lost one: of this node, else the lowest in memory, and
+        the lowest on storage, should this node be unable to fetch from the one that holds that."""
         found = self._stand_ins.get(version)
         if found is None:
             found = self._stand_ins[version] = self._find_stand_ins(version)
-        return found.get(node_id, found[ON_STORAGE])
+        if node_id in found:
+            yield found[node_id]
+        yield from (part for key, part in found.items() if key == _NEAREST)
+        yield from (part for key, part in found.items() if key == ON_STORAGE)
 
     def _find_stand_ins(self, version: Version) -> dict[NodeId, str]:
-        """The lowest rank part that each node holds, and under ON_STORAGE the lowest of all."""
+        """The lowest rank part that each node holds, and under _NEAREST the lowest of all of them,
+        under ON_STORAGE the lowest there."""
         found: dict[NodeId, str] = {}
         copies = self._copies.get(version, {})
         for part in sorted(copies):
             if part != SHARED and not _is_parity(copies[part]):
                 for node_id in copies[part]:
                     found.setdefault(node_id, part)
+        if found:
+            found[_NEAREST] = min(found.values())
         ranks = (part for part in self.shape(version).parts() if part != SHARED)
-        anywhere = (p for p in ranks if p in copies or self._is_stored(version, p))
-        found[ON_STORAGE] = next(anywhere, "")
+        stored = next((part for part in ranks if self._is_stored(version, part)), None)
+        if stored is not None:
+            found[ON_STORAGE] = stored
         return found
 
     # ---- in words -------------------------------------------------------------------------------

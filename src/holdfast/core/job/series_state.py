@@ -192,6 +192,11 @@ class SeriesState:
     # ---- looking --------------------------------------------------------------------------------
 
     @property
+    def promised(self) -> Version:
+        """The newest version that a leaving node waits for; NONE if none does."""
+        return max((version for _, version in self._promised.values()), default=NONE)
+
+    @property
     def is_busy(self) -> bool:
         """Whether something is on its way to storage."""
         return self.attempts.is_open or bool(self._flushes or self._promised)

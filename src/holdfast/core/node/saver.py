@@ -24,6 +24,8 @@ class Turn:
     prepared: Version
     fresh: bool
     step: int
+    mixed: bool = False
+    """Whether the ranks have different versions at hand: then the node has none."""
 
 
 class RestoreMeeting(Generic[Caller]):
@@ -50,12 +52,14 @@ class RestoreMeeting(Generic[Caller]):
         self._is_asked = True
         asks = [ask for _, ask in self._asks.values()]
         prepared = {ask.prepared for ask in asks}
+        is_mixed = len(prepared) > 1
         steps = {ask.step for ask in asks}
         return Turn(
             # What one rank lacks, the node lacks.
-            prepared=prepared.pop() if len(prepared) == 1 else NONE,
+            prepared=NONE if is_mixed else prepared.pop(),
             fresh=all(ask.fresh for ask in asks),
             step=steps.pop() if len(steps) == 1 else -1,
+            mixed=is_mixed,
         )
 
     def disagreement(self) -> str:
