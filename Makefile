@@ -4,8 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.holdfast-setup
 
-CODE    := src tests $(wildcard bench) $(wildcard examples)
+CODE    := src tests packages $(wildcard bench) $(wildcard examples)
 TYPED   := src $(wildcard bench)
+# Typed by itself: benches import the real package of that name.
+COMPAT  := packages/dlrover-compat/src
 BENCHES := $(filter-out bench/__init__.py bench/common.py bench/hollow.py bench/toy_%.py,$(wildcard bench/*.py))
 
 # What takes long to compile. The set-up has done so with torch.
@@ -23,7 +25,7 @@ SOAK_TESTS  := $(wildcard tests/integration) $(wildcard tests/e2e)
 # compile everything anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test lint ruff types contracts tidy bytecode format bench soak clean
+.PHONY: help setup demo test lint ruff types contracts tidy bytecode format bench soak release clean
 
 help:
 	@echo "make demo    train on two local nodes, kill a worker, a node and the master, watch it go on"
@@ -32,11 +34,12 @@ help:
 	@echo "make format  let ruff rewrite the code"
 	@echo "make bench   a short run of every benchmark (bench/NAME.py alone gives the figures)"
 	@echo "make soak    the process tests SOAK_ROUNDS times ($(SOAK_ROUNDS)), until the first failure"
+	@echo "make release build the wheel and the sdist of the last commit into dist/, and install them in every Python here"
 	@echo "make setup   only the set-up; make clean removes it and all caches"
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/setup src/holdfast/checkpoint/_streaming.c
+$(STAMP): pyproject.toml setup.py scripts/setup src/holdfast/checkpoint/_streaming.c
 	@PYTHON='$(PYTHON)' scripts/setup $(VENV)
 	@touch $@
 
@@ -59,6 +62,7 @@ lint: ruff types contracts tidy
 types: $(STAMP)
 	@echo "==> types"
 	@$(BIN)/mypy --strict $(TYPED)
+	@MYPYPATH=src:$(COMPAT) $(BIN)/mypy --strict --package dlrover
 
 ruff: $(STAMP)
 	@echo "==> ruff"
@@ -95,6 +99,10 @@ soak: $(STAMP)
 		$(BIN)/python -m holdfast.sim.driver_swarm --seeds $$((round * $(SOAK_SEEDS) / 10))..$$(((round + 1) * $(SOAK_SEEDS) / 10)); \
 	done
 
+# Needs no set-up: it makes environments of its own.
+release:
+	@PYTHON='$(PYTHON)' scripts/release
+
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/holdfast/checkpoint/*.so .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests $(wildcard bench) $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests packages $(wildcard bench) $(wildcard examples) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,7 @@ The tasks of a job are cut into turns of about 16 MiB: few enough for Python to 
 enough for the threads to end together. Whoever waits for a job helps with it: a thread that would
 only block is a thread that can copy.
 
-Where a C compiler was there at the installation, the bytes go past the caches (`_streaming.c`),
+Where the C extension (`_streaming.c`) is installed, as from a wheel, the bytes go past the caches,
 and their CRC-32C is known at the end (filling.py).
 """
 
