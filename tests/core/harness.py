@@ -161,8 +161,10 @@ class Job:
         step: int = -1,
         first: float = -1.0,
         last: float = -1.0,
+        warm: bool | None = None,
+        total: int = 0,
     ) -> Outcome:
-        beat = m.Beat(round, steps, step, first, last, 0.5, 1000)
+        beat = m.Beat(round, steps, step, first, last, 0.5, 1000, warm=warm, total_steps=total)
         return self.feed(ev.BeatReceived(self.node_of[name], beat), at)
 
     def started(self, name: str, round_number: int, at: float | None = None) -> Outcome:
@@ -183,10 +185,12 @@ class Job:
         at: float | None = None,
         *,
         reason: ExitReason | str = ExitReason.ERROR,
+        message: str = "exited with code 1",
         last: float = -1.0,
+        alike: int = 0,
     ) -> Outcome:
         info = m.FailureInfo(
-            0, 0, 77, 1, None, str(reason), "exited with code 1", last_step_ago_s=last
+            0, 0, 77, 1, None, str(reason), message, last_step_ago_s=last, alike=alike
         )
         report = m.WorkersFailed(round_number, (info,))
         return self.feed(ev.FailureReported(self.node_of[name], self.link(name), 1, report), at)

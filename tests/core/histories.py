@@ -179,7 +179,7 @@ class Player:
         self._check_commands(outcome)
         self._leaving |= {record.node_id for record in of_kind(rec.NodeLeaves, outcome.records)}
         self._check_limits()
-        ranks = [row["node_rank"] for row in self.job.machines.nodes.view() if _is_live(row)]
+        ranks = [row["node_rank"] for row in self.job.machines.nodes.view(0.0) if _is_live(row)]
         assert len(ranks) <= len(set(ranks)) + self._moves, "a rank has two live holders"
         self._check_stage(outcome)
 
@@ -213,7 +213,7 @@ class Player:
     def _check_limits(self) -> None:
         """Nobody has more than the job may ask for: one node of each rank counts, the newest."""
         newest: dict[object, int] = {}
-        for row in self.job.machines.nodes.view():
+        for row in self.job.machines.nodes.view(0.0):
             node_id = int(str(row["node_id"]))
             if _is_live(row) and node_id not in self._leaving:
                 newest[row["node_rank"]] = max(node_id, newest.get(row["node_rank"], node_id))

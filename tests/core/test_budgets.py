@@ -89,7 +89,7 @@ def test_an_exhausted_budget_is_said_in_words() -> None:
     job = job_with(1)
     fail_until_the_end(job, ExitReason.ERROR)
     reason = str(job.machines.view(job.now)["reason"])
-    assert reason.endswith("; it may be restarted 1 time for the reason error")
+    assert reason.endswith("; it failed 2 times; --max-restarts is 1")
 
 
 @pytest.mark.parametrize("compacted", [False, True])

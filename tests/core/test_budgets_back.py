@@ -56,7 +56,7 @@ def test_a_job_that_comes_to_no_step_runs_out_of_restarts_however_slowly() -> No
     # What the first round trained had nothing to bring back yet.
     assert restarts == WORKER_RESTARTS[ExitReason.LOST]
     reason = str(job.machines.view(job.now)["reason"])
-    assert reason.endswith("it may be restarted 100 times in 6 h of training for the reason lost")
+    assert reason.endswith("; 100 restarts in 6 h of training are the limit for lost")
 
 
 def test_a_budget_comes_back_with_training_and_never_grows_beyond_itself() -> None:

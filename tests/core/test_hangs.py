@@ -298,3 +298,43 @@ def test_pauses_are_written_down_seldom() -> None:
         training.pause(float(seconds))
         training.train(20.0)
     assert len(of_kind(rec.PatienceSet, training.job.records)) < 25
+
+
+LATE_S = 7200.0
+
+
+def first_step_job(*, hang_after_s: float | None = None) -> Job:
+    job = Job(JobSpec(silence_s=1e9, lease_s=1e9, hang_after_s=hang_after_s))
+    job.attach("a")
+    return job
+
+
+def late(job: Job) -> list[type[object]]:
+    outcome = job.wait(job.now + LATE_S)
+    return [
+        type(fact) for fact in outcome.facts if isinstance(fact, ev.FirstStepLate | ev.WorldHurt)
+    ]
+
+
+def test_a_job_without_any_step_is_said_to_be_late_and_left_alone() -> None:
+    """It may be one that reports no steps."""
+    job = first_step_job()
+    assert late(job) == [ev.FirstStepLate]
+    assert job.round() == 1
+    assert late(job) == []
+
+
+def test_a_round_without_a_step_is_restarted_if_the_job_has_made_steps() -> None:
+    job = first_step_job()
+    job.beat("a", round=1, steps=1, step=0, first=0.0, last=0.0)
+    assert late(job) == []
+    job.failed("a", 1, last=0.1)
+    assert late(job) == [ev.WorldHurt]
+    assert job.round() == 3
+
+
+def test_where_no_hang_is_looked_for_a_late_step_is_only_said() -> None:
+    job = first_step_job(hang_after_s=float("inf"))
+    job.beat("a", round=1, steps=1, step=0, first=0.0, last=0.0)
+    job.failed("a", 1, last=0.1)
+    assert late(job) == [ev.FirstStepLate]

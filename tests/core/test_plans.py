@@ -301,7 +301,7 @@ def test_a_move_survives_the_master(compacted: bool) -> None:
     for node in (0, 1):
         job.attach(f"n{node}", node=node, round=1)
     assert worlds(job.attach("n2", node=2)) == [[0, 1]]
-    assert sorted(member["node_id"] for member in job.machines.nodes.view()) == [0, 1, 2]
+    assert sorted(member["node_id"] for member in job.machines.nodes.view(0.0)) == [0, 1, 2]
 
 
 def test_a_node_that_was_to_take_a_place_goes_with_it() -> None:

@@ -53,6 +53,8 @@ EFFECTS: dict[str, tuple[list[str], str, object]] = {
     "insecure": (["--insecure"], "insecure", True),
     "state": (["--state", "s"], "state_dir", Path("s")),
     "lease": (["--lease", "20.5"], "lease_s", 20.5),
+    "first-step-within": (["--first-step-within", "off"], "first_step_within", "off"),
+    "retry-mistakes": (["--retry-mistakes"], "retry_mistakes", True),
     "hang-after": (["--hang-after", "90"], "hang_after", "90"),
     "standalone": (["--standalone"], "standalone", True),
     "rdzv-id": (["--rdzv-id", "x"], "rdzv_id", "x"),
@@ -78,6 +80,7 @@ EFFECTS: dict[str, tuple[list[str], str, object]] = {
     "redirects": (["--redirects", "12:1,1:2"], "redirects", {12: Std.OUT, 1: Std.ERR}),
     "tee": (["--tee", "3"], "tee", Std.ALL),
     "local-ranks-filter": (["--local-ranks-filter", "0,2"], "local_ranks_filter", {0, 2}),
+    "debug-rank": (["--debug-rank", "0"], "debug_rank", 0),
 }
 
 WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
@@ -194,6 +197,9 @@ MISTAKES: list[tuple[str, str]] = [
     ("--local-nodes 2 --spare-nodes -1 train.py", "--spare-nodes must be"),
     ("--local-nodes 2 --nnodes 1:4 --spare-nodes 1 train.py", "4 nodes cannot run on 2 local"),
     ("--local-nodes 2 --master h:1 train.py", "--local-nodes starts its own master"),
+    ("--local-nodes 2 --debug-rank 0 train.py", "--local-nodes have no terminal"),
+    ("--nproc-per-node 2 --debug-rank 2 train.py", "2 ranks, from 0 to 1"),
+    ("--debug-rank first train.py", "--debug-rank must be a whole number of at least 0"),
     ("--standalone --master h:1 train.py", "--standalone starts its own master"),
     ("--nnodes 2 train.py", "--master HOST:PORT on every node"),
     ("--nnodes 1:2 train.py", "--local-nodes 2"),
@@ -220,6 +226,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("--grace inf train.py", "--grace must be 0 or more seconds"),
     ("--shutdown-timeout 1.5 train.py", "--shutdown-timeout must be a whole number"),
     ("--lease 0 train.py", "--lease must be more than 0 seconds"),
+    ("--first-step-within 0 train.py", "--first-step-within must be off or seconds above 0"),
     ("--hang-after 0 train.py", "--hang-after must be auto, off or seconds above 0, not '0'"),
     ("--hang-after soon train.py", "--hang-after must be auto, off or seconds above 0"),
     ("--job a/b train.py", "--job must be"),

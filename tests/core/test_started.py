@@ -39,7 +39,7 @@ def test_a_node_is_as_warm_as_its_last_beat_says() -> None:
     job.attach("a")
 
     def warm() -> object:
-        return job.machines.nodes.view()[0]["warm"]
+        return job.machines.nodes.view(0.0)[0]["warm"]
 
     assert warm() is None
     for said in (False, True, None):

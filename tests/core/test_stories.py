@@ -6,7 +6,7 @@ from holdfast.master.stories import describe_progress, fields_of, tell
 from holdfast.model.checkpoint import Version
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason
-from tests.core.harness import running_pair
+from tests.core.harness import Job, running_pair
 
 
 def test_a_story_says_what_it_is_about() -> None:
@@ -19,10 +19,72 @@ def test_a_story_says_what_it_is_about() -> None:
     assert "step 500 is committed" in tell(committed)
 
 
+def line(job: Job, at: float) -> str:
+    return describe_progress({"job": "j", "time_s": at, **job.machines.view(at)})
+
+
+def stepping(*, total: int = 0, warm: bool | None = None) -> Job:
+    """Steps 1 to 101 of both nodes, two a second, the last at 52.0."""
+    job = running_pair()
+    for at in range(7, 53, 5):
+        since = at - 2.0  # The first step.
+        steps = int(since * 2) + 1
+        for name in "ab":
+            told = {"steps": steps, "step": steps, "first": since, "last": 0.0, "total": total}
+            job.beat(name, at=float(at), round=1, warm=warm, **told)
+    return job
+
+
 def test_before_the_first_step_the_line_of_status_has_no_goodput() -> None:
     job = running_pair()
-    view = {"job": "j", **job.machines.view(5.0)}
-    assert describe_progress(view) == "j: round 1, 2 nodes, 2 workers, step 0"
+    told = line(job, 5.0)
+    assert told.startswith("start for ")
+    assert told.endswith("round 1: 2 nodes, 2 workers | j")
+    assert "goodput" not in told
     job.beat("a", at=9.0, round=1, steps=3, step=2, first=2.0, last=0.0)
-    view = {"job": "j", **job.machines.view(9.0)}
-    assert "goodput" in describe_progress(view)
+    assert "goodput" in line(job, 9.0)
+
+
+def test_the_line_of_status_has_the_speed_first() -> None:
+    assert line(stepping(), 52.0).startswith("step 101 | 2.0 steps/s | goodput ")
+
+
+def test_the_line_of_status_has_the_time_left_where_the_script_says_how_many_steps() -> None:
+    told = line(stepping(total=3101, warm=True), 52.0)
+    head = "step 101 of 3,101 | 2.0 steps/s | 25 min left | warm | "
+    assert told.startswith(head)
+    assert len(head) <= 60
+
+
+def test_slow_steps_are_told_in_seconds_per_step() -> None:
+    job = running_pair()
+    job.beat("a", at=9.0, round=1, steps=3, step=3, first=5.0, last=0.0)
+    assert line(job, 9.0).startswith("step 3 | 2.5 s/step | ")
+
+
+def test_a_job_that_makes_no_steps_has_no_speed() -> None:
+    told = line(stepping(total=3101), 52.0 + 31.0)
+    assert told.startswith("step 101 of 3,101 | no step for 31 s | ")
+    assert "left" not in told
+
+
+def test_the_line_of_status_says_which_nodes_would_start_cold() -> None:
+    job = stepping(warm=True)
+    job.beat("b", at=53.0, round=1, steps=102, step=102, first=51.0, last=0.0, warm=False)
+    assert "| 1 of 2 nodes warm |" in line(job, 53.0)
+    job.beat("a", at=53.0, round=1, steps=102, step=102, first=51.0, last=0.0, warm=False)
+    assert "| cold |" in line(job, 53.0)
+
+
+def test_the_line_of_status_has_the_incident_and_then_the_last_one() -> None:
+    job = stepping()
+    job.failed("b", 1, at=53.0, last=0.5)
+    told = line(job, 54.0)
+    assert told.startswith("recovering for 1.5 s (restart): ")
+    assert "| step 101 |" in told
+    job.started("a", 2, at=54.2)
+    job.started("b", 2, at=54.3)
+    job.beat("a", at=56.0, round=2, steps=2, step=103, first=1.0, last=0.5)
+    told = line(job, 57.0)
+    assert told.startswith("step 103 | 2.0 steps/s | 4.0 s ago: ")
+    assert "(2.5 s) | 1 restart | goodput " in told

@@ -114,7 +114,7 @@ def test_weakness_a_duplicate_join_is_the_same_join() -> None:
     job = quiet(min_nodes=2, max_nodes=2)
     first = answers(job.attach("a"))
     assert answers(job.attach("a")) == first
-    (row,) = job.machines.nodes.view()
+    (row,) = job.machines.nodes.view(0.0)
     assert (row["node_id"], row["incarnation"], row["phase"]) == (0, 1, "running")
 
 
@@ -134,7 +134,7 @@ def test_weakness_ids_and_ranks_are_not_mixed_up() -> None:
     job.attach("b", node=1)
     job.seen(1, Phase.FAILED, ExitReason.KILLED)
     assert worlds(job.attach("c", node=2)) == [[0, 1]]
-    rows = {row["node_rank"]: row["node_id"] for row in job.machines.nodes.view()[:2]}
+    rows = {row["node_rank"]: row["node_id"] for row in job.machines.nodes.view(0.0)[:2]}
     assert rows == {0: 0, 1: 2}
 
 
@@ -245,7 +245,7 @@ def test_weakness_a_deleted_pending_node_is_not_pending() -> None:
     job = quiet(managed=True)
     job.seen(0, Phase.PENDING)
     job.seen(0, Phase.GONE, ExitReason.KILLED)
-    phases = {row["node_id"]: row["phase"] for row in job.machines.nodes.view()}
+    phases = {row["node_id"]: row["phase"] for row in job.machines.nodes.view(0.0)}
     assert phases == {1: "initial", 0: "gone"}
 
 
@@ -323,7 +323,7 @@ def test_weakness_a_successor_inherits_the_rank_and_nothing_else() -> None:
     job = quiet(managed=True)
     job.attach("a", node=0, nproc=8)
     job.seen(0, Phase.FAILED, ExitReason.HARDWARE)
-    successor = job.machines.nodes.view()[0]
+    successor = job.machines.nodes.view(0.0)[0]
     assert successor == {
         "node_id": 1,
         "node_rank": 0,
@@ -337,6 +337,11 @@ def test_weakness_a_successor_inherits_the_rank_and_nothing_else() -> None:
         "memory_mib": 0,
         "message": "",
         "warm": None,
+        "cpu": None,
+        "memory_bytes": None,
+        "steps_per_s": None,
+        "beat_age_s": None,
+        "log_dir": "",
     }
 
 

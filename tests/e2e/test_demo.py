@@ -70,7 +70,8 @@ def test_the_job_survives_three_kills_with_an_unbroken_curve(folder: Path, tmp_p
     assert report["loss_last"] < report["loss_first"]
     killed = [row for row in report["interruptions"] if row["killed"]]
     assert [row["killed"] for row in killed] == ["worker", "node", "master"]
-    assert all(row["next_step_s"] > 0 for row in killed)
+    # A master's death stops no step: the next one may end within the same millisecond.
+    assert all(row["next_step_s"] is not None and row["next_step_s"] >= 0 for row in killed)
     assert report["master"]["workers_restarted"] == 0
     assert 0 < report["goodput"] < 1
     assert "The job survived all three kills" in done.stdout

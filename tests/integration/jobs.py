@@ -177,7 +177,9 @@ class Jobs:
 
     def environment(self, **more: str) -> dict[str, str]:
         """What every command gets: this tree's code, the log, and the mark to find it again."""
-        env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+        # Ray's tests run in the same process, and Ray sets a debugger for all of its children.
+        ours = (name for name in os.environ if not name.startswith(("PET_", "PYTHONBREAKPOINT")))
+        env = {name: os.environ[name] for name in ours}
         return {
             **env,
             "PYTHONPATH": str(ROOT / "src"),

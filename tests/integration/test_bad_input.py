@@ -58,8 +58,7 @@ AWAY = ("run", "--nnodes", "2", "--master", "10.1.2.3:7070", "--token-file")
 SERVE = ("master", "--job", "j", "--state", "state")
 
 MISTAKES: dict[tuple[str, ...], str] = {
-    (): "COMMAND",
-    ("trian",): "invalid choice: 'trian'",
+    ("trian",): "'trian' is not a command of holdfast: choose from run, ",
     ("run",): "the script to run is missing",
     ("run", "trian.py"): "trian.py does not exist",
     ("run", "package"): "package is a directory without a __main__.py",

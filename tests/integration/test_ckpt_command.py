@@ -196,7 +196,7 @@ def test_a_progress_bar_is_shown_on_a_terminal_only(series: Series) -> None:
         (("show", "{dir}", "7"), 1, "no checkpoint of step 7"),
         (("show", "{dir}", "seven"), 2, "a step is a number"),
         (("verify", "nosuchscheme://x"), 2, "nosuchscheme"),
-        (("frobnicate", "{dir}"), 2, "invalid choice"),
+        (("frobnicate", "{dir}"), 2, "is not a command of holdfast ckpt"),
     ],
 )
 def test_mistakes_get_one_sentence(

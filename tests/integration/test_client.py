@@ -345,6 +345,10 @@ def test_a_step_is_written_into_the_cell(tmp_path: Path, monkeypatch: pytest.Mon
     holdfast_client.report_step(42)
     holdfast_client.report_step(42)
     assert (cell.read().reported_step, cell.read().reports) == (42, 2)
+    assert cell.read().total_steps == 0
+    holdfast_client.report_step(43, total=100)
+    holdfast_client.report_step(44)
+    assert (cell.read().reported_step, cell.read().total_steps) == (44, 100)
     cell.close()
 
 

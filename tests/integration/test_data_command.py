@@ -144,7 +144,6 @@ def test_without_datasets_and_with_a_wrong_name(home: Home) -> None:
     [
         (("ls",), 2, "no job runs here"),
         (("show",), 2, "NAME"),
-        ((), 2, "VERB"),
         (("ls", "--master", "127.0.0.1:1"), 2, "--token-file"),
     ],
 )

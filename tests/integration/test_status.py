@@ -57,7 +57,9 @@ def test_the_text_tells_the_story(home: Home) -> None:
     assert "step 4 (6 finished" in words
     assert "restarts 1 killed" in words
     assert http in words
-    assert "0 0 1 2 running member node-a" in words
+    assert "rank id workers state start cores memory steps/s beat host" in words
+    assert "0 0 2 member" in words
+    assert "node-a" in words
     assert "round 1: rank 1 on node rank 0 was killed by SIGKILL" in words
     incident = json.loads(state)["progress"]["incidents"][0]
     stages = ", ".join(f"{name} {seconds:.3f}" for name, seconds in incident["stages"].items())

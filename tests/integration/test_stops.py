@@ -107,12 +107,32 @@ def test_nodes_and_their_master_are_stopped_together(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("options", SHAPES)
+def test_workers_that_ignore_sigterm_cost_the_grace_and_no_step(
+    jobs: Jobs, options: tuple[str, ...]
+) -> None:
+    script = jobs.write(
+        "ignores.py",
+        "import signal, sys\n"
+        f"sys.path.insert(0, {str(SCRIPTS)!r})\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import vaulted\n",
+    )
+    state = ("--state", str(jobs.folder / "state"), "--grace", "1", "--lease", "600")
+    job = jobs.run(*state, *options, script, **environment(jobs))
+    jobs.wait_for("saved", lambda event: event.step >= 3, count=2)
+    job.send(signal.SIGTERM)
+    assert job.wait(BOUNDED_S) == 143
+    jobs.expect_nothing_left(BOUNDED_S)
+    expect_to_go_on(jobs, job, newest_saved(jobs))
+
+
+@pytest.mark.parametrize("options", SHAPES)
 def test_a_second_ctrl_c_ends_the_job_at_once(jobs: Jobs, options: tuple[str, ...]) -> None:
     job = jobs.run("--grace", "600", *options, STUBBORN)
     jobs.wait_world(2)
     job.interrupt()
     # Two that wait at once would be one. The workers ignore what they get after the first.
-    job.wait_line("the job is stopped")
+    job.wait_line("stopped by SIGINT; press Ctrl-C again")
     job.interrupt()
     assert job.wait(BOUNDED_S) == 130
     jobs.expect_nothing_left(BOUNDED_S)

@@ -81,7 +81,7 @@ def test_restarts_after_errors_are_counted(jobs: Jobs) -> None:
     job = jobs.run(*options, STEPS, STEPS="5", FAULTS="exit step 1;exit step 0")
     assert job.wait() == 1
     assert {event.round for event in jobs.events()} == {1, 2}
-    job.wait_line(r"holdfast: the job failed: rank 0 .* exited with code 1; it may be .* 1 time")
+    job.wait_line(r"holdfast: the job failed: rank 0 .* exited with code 1; it failed 2 times")
     jobs.expect_nothing_left()
 
 

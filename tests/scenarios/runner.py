@@ -16,6 +16,7 @@ the same out of a snapshot. `view` prints the state as people see it.
 
 import dataclasses
 import enum
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,6 +49,7 @@ SPEC_KEYS = {
     "lease": "lease_s",
     "reconnect": "reconnect_s",
     "hang_after": "hang_after_s",
+    "first_step": "first_step_s",
     "restart_timeout": "restart_timeout_s",
     "attach_timeout": "attach_timeout_s",
     "spares": "spare_nodes",
@@ -63,7 +65,9 @@ UNTOLD = frozenset(
 )
 """Fields that are the same everywhere."""
 
-SILENT_IF_0 = frozenset({"pause_s", "failed_starts", "broken", "by_plan", "finished"})
+SILENT_IF_0 = frozenset(
+    {"pause_s", "failed_starts", "broken", "by_plan", "finished", "is_everywhere"}
+)
 
 SHORT_NAMES = {"node_id": "node", "node_rank": "rank"}
 
@@ -148,6 +152,7 @@ class Scenario:
         sized = words.pop("sized", "no") == "yes"
         managed = words.pop("managed", "no") == "yes" or sized
         given = {SPEC_KEYS[key]: _number(value) for key, value in words.items()}
+        given.setdefault("first_step_s", math.inf)
         spec = JobSpec(
             managed=managed,
             size_from_platform=sized,

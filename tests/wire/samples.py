@@ -34,6 +34,7 @@ FAILURE = m.FailureInfo(
     traceback="Traceback: x",
     ago_s=0.25,
     last_step_ago_s=1.5,
+    alike=8,
 )
 
 MESSAGES: tuple[m.AnyMessage, ...] = (
@@ -64,6 +65,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         told=m.Told(journal="j1", life="m3", position=812),
         process="b00t/4026531836/17/4711",
         ended_key="k0",
+        log_dir="/logs/train",
     ),
     m.Attached(
         job="train",
@@ -95,6 +97,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         checkpoints=TALLY,
         saved_step=139,
         warm=True,
+        total_steps=10_000,
     ),
     m.RunWorld(
         round=4,
@@ -192,6 +195,7 @@ RECORDS: list[Record] = [
         host="10.0.0.0",
         topology="s1",
         process="b00t/4026531836/17/4711",
+        log_dir="/logs/train",
     ),
     rec.NodeAdmitted(node_id=1, node_rank=1, incarnation=2, agent_key="k1", nproc=2, host="h1"),
     rec.NodePlanned(node_id=2, node_rank=2),

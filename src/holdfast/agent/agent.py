@@ -301,6 +301,7 @@ class Agent:
             peer_port=self._vault.peer_port,
             peer_certificate=self._vault.peer_certificate,
             process=settings.process,
+            log_dir=str(settings.program.log_dir.absolute()),
         )
 
     def attached(self, welcome: m.Attached, *, sent_at: float) -> None:

@@ -160,12 +160,13 @@ class Brood:
         env: Mapping[str, str],
         on_exit: Callable[[Status], None],
         *,
+        stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
         inherit: Iterable[int] = (),
     ) -> Child:
         marked = self.marked(env)
-        pid = spawn(argv, marked, stdout=stdout, stderr=stderr, inherit=inherit)
+        pid = spawn(argv, marked, stdin=stdin, stdout=stdout, stderr=stderr, inherit=inherit)
         if self._cgroup:
             cgroups.join(self._cgroup, pid)
         return self.adopt(pid, on_exit)

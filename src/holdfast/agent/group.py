@@ -2,6 +2,7 @@
 """The workers of one round as seen from outside: their files, their output, their progress."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,13 @@ from typing import Any
 
 import msgspec
 
+from holdfast.agent import terminal
 from holdfast.agent.output import Stream, Write
 from holdfast.agent.processes import Processes, RunMode, Worker, WorkerOrder
+from holdfast.agent.repeats import Repeats
+from holdfast.agent.terminal import Terminal
 from holdfast.core.node.environment import Launch, worker_environment
+from holdfast.model.node import FAILED_WITH
 from holdfast.protocol import messages as m
 from holdfast.worker.progress import ProgressCell
 
@@ -31,6 +36,8 @@ class Program:
     log_dir: Path
     console: Callable[[int, bool], Write | None]
     """Where a local rank's output (True: standard error) is shown, if it is."""
+    terminal_rank: int = -1
+    """The rank that has the terminal of this command to itself."""
 
 
 class Group:
@@ -53,6 +60,8 @@ class Group:
         self._cells: dict[int, ProgressCell] = {}
         self._streams: dict[int, tuple[Stream, Stream]] = {}
         self._workers: dict[int, Worker] = {}
+        self._terminal: Terminal | None = None
+        self._repeats = Repeats()
 
     async def start(self) -> tuple[frozenset[int], str, str]:
         """Start all workers: who runs, how they were started, and what went wrong, if anything."""
@@ -86,36 +95,55 @@ class Group:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         progress = str(folder / "progress")
         self._cells[local_rank] = ProgressCell.create(progress)
-        prefix = f"[rank{self.run.rank_offset + local_rank}] "
+        with contextlib.ExitStack() as given:
+            stdin, stdout, stderr = self._open_streams(local_rank, given)
+            order = WorkerOrder(
+                local_rank=local_rank,
+                argv=program.argv,
+                mode=program.mode,
+                env=self.environment(local_rank),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                progress=progress,
+                memory=self._memory_of(self.run.rank_offset + local_rank),
+            )
+            return await self._processes.start(order)
+
+    def _open_streams(
+        self, local_rank: int, given: contextlib.ExitStack
+    ) -> tuple[int | None, int, int]:
+        """Input, output and errors of a worker. What is only for it is closed with `given`."""
+        program, folder = self._program, self._folder(local_rank)
+        rank = self.run.rank_offset + local_rank
+        if rank == program.terminal_rank:
+            self._terminal = Terminal()
+            return terminal.STREAMS
         out, err = (
             Stream(
                 folder / name,
                 program.console(local_rank, error),
-                prefix,
+                f"[rank{rank}] ",
+                (rank, error),
+                self._repeats if error and program.launch.nproc > 1 else None,
             )
             for name, error in (("stdout.log", False), ("stderr.log", True))
         )
         self._streams[local_rank] = (out, err)
-        order = WorkerOrder(
-            local_rank=local_rank,
-            argv=program.argv,
-            mode=program.mode,
-            env=self.environment(local_rank),
-            stdout=out.worker_end,
-            stderr=err.worker_end,
-            progress=progress,
-            memory=self._memory_of(self.run.rank_offset + local_rank),
-        )
-        try:
-            return await self._processes.start(order)
-        finally:
-            out.handed_over()
-            err.handed_over()
+        given.callback(out.handed_over)
+        given.callback(err.handed_over)
+        return None, out.worker_end, err.worker_end
 
     def ended(self, local_rank: int) -> tuple[str, str]:
         """A worker is gone: take its last output; returns what its error file says."""
         for stream in self._streams.pop(local_rank, ()):
             stream.close()
+        console = self._program.console(local_rank, True)
+        if not self._streams and console is not None:
+            for line in self._repeats.tell():
+                console(f"{line}\n".encode())
+        if self._terminal and self.run.rank_offset + local_rank == self._program.terminal_rank:
+            self._terminal.restore()
         return read_error(self._error_file(local_rank))
 
     def close(self) -> None:
@@ -151,6 +179,7 @@ class Group:
             cpu=cpu,
             memory=memory,
             saved_step=max((reading.saved_step for reading in readings), default=-1),
+            total_steps=max((reading.total_steps for reading in readings), default=0),
         )
 
     def _folder(self, local_rank: int) -> Path:
@@ -185,4 +214,4 @@ def read_error(path: Path) -> tuple[str, str]:
     extra = body.get("extraInfo")
     trace = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
     message = str(body.get("message", ""))
-    return f"failed with {message}" if message else "", str(trace)
+    return f"{FAILED_WITH}{message}" if message else "", str(trace)

@@ -3,10 +3,14 @@
 
 import asyncio
 import fcntl
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+from holdfast.agent.bars import Bars
+from holdfast.agent.repeats import ERROR_STARTS, Repeats
 
 
 class Write(Protocol):
@@ -19,6 +23,18 @@ class Write(Protocol):
 
     def when_room(self, callback: Callable[[], None]) -> None: ...
 
+    @property
+    def is_live(self) -> bool:
+        """Whether unfinished lines are shown in place, as on a terminal."""
+        ...
+
+    def show_rows(self, slot: "Slot", rows: list[bytes]) -> None:
+        """Replace what is shown of the unfinished lines of one stream; only where it is live."""
+        ...
+
+
+Slot: TypeAlias = tuple[int, bool]
+"""A stream of a worker: its rank, and whether it is standard error. Rows stand in this order."""
 
 PIPE_BYTES = 1024 * 1024
 """Room for a burst, so that a worker does not wait for the agent."""
@@ -26,15 +42,46 @@ PIPE_BYTES = 1024 * 1024
 LINE_BYTES_MAX = 8192
 """A longer line is shown in pieces."""
 
+SETTLE_S = 0.1
+"""How often unfinished lines are shown again."""
+
+ERROR_S = 2.0
+"""How long an error may be held back: it is the worker's last, or the worker goes on."""
+
+ERROR_BYTES_MAX = 65536
+"""A longer one is not held back."""
+
+BAR_S = 5.0
+"""How often a progress bar becomes a line where nothing can be shown in place: a pipe, a file."""
+
 
 class Stream:
     """One output stream of one worker: a pipe whose other end the worker holds."""
 
-    def __init__(self, path: Path | None, console: Write | None, prefix: str) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        console: Write | None,
+        prefix: str,
+        slot: Slot = (-1, False),
+        repeats: Repeats | None = None,
+    ) -> None:
+        """With `repeats` an error that ends the worker is not shown if it ended another before."""
         self._loop = asyncio.get_running_loop()
         self._prefix = prefix.encode()
         self._console = console
+        self._slot = slot
         self._rest = b""
+        self._bars = Bars()
+        self._timer: asyncio.TimerHandle | None = None
+        #: What a pipe was shown of the bars last, and when.
+        self._shown: list[bytes] = []
+        self._shown_at = -math.inf
+        self._has_rows = False
+        self._repeats = repeats
+        #: Lines of what may be the error that ends the worker, and until when they are held back.
+        self._error: list[bytes] = []
+        self._error_timer: asyncio.TimerHandle | None = None
         self._file = -1
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,21 +117,81 @@ class Stream:
         if self._file >= 0:
             write_all(self._file, data)
         if self._console is not None:
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._show(lines)
-            if len(self._rest) > LINE_BYTES_MAX:
-                self._show([self._rest])
-                self._rest = b""
+            self._take(self._console, data)
             if self._console.is_full:
                 self._loop.remove_reader(self._read_end)
                 self._console.when_room(self._resume)
         return True
+
+    def _take(self, console: Write, data: bytes) -> None:
+        data, self._rest = self._rest + data, b""
+        if self._bars.is_open or b"\r" in data:
+            self._show(self._bars.write(data))
+        else:
+            # The usual case, and the one that must be quick: whole lines.
+            *lines, self._rest = data.split(b"\n")
+            self._show(lines)
+            if len(self._rest) > LINE_BYTES_MAX:
+                self._show([self._rest])
+                self._rest = b""
+        is_unfinished = self._bars.is_open or (console.is_live and (self._rest or self._has_rows))
+        if is_unfinished:
+            self._settle_in(SETTLE_S, console)
+
+    def _settle_in(self, seconds: float, console: Write) -> None:
+        at = self._loop.time() + seconds
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at, self._settle, console)
+
+    def _settle(self, console: Write) -> None:
+        """A moment after something was written: what is finished now, and what is not?"""
+        self._timer = None
+        self._show(line for line in self._bars.settle() if line not in self._shown)
+        rows = [*self._bars.rows, *([self._rest] if self._rest else ())]
+        if console.is_live:
+            self._has_rows = bool(rows)
+            console.show_rows(self._slot, [self._prefix + row for row in rows])
+        elif not self._bars.has_bar:
+            self._shown = []
+        elif rows != self._shown:
+            wait_s = self._shown_at + BAR_S - self._loop.time()
+            if wait_s > 0:
+                self._settle_in(wait_s, console)
+                return
+            self._show(row for row in rows if row not in self._shown)
+            self._shown, self._shown_at = rows, self._loop.time()
 
     def _resume(self) -> None:
         if self._read_end >= 0:
             self._loop.add_reader(self._read_end, self._receive)
 
     def _show(self, lines: Iterable[bytes]) -> None:
+        self._write(lines if self._repeats is None else self._hold_error(list(lines)))
+
+    def _hold_error(self, lines: list[bytes]) -> list[bytes]:
+        """Hold back what may be the worker's last error; returns what can be shown now."""
+        if not self._error:
+            begins = (at for at, line in enumerate(lines) if line.startswith(ERROR_STARTS))
+            at = next(begins, len(lines))
+            lines, self._error = lines[:at], lines[at:]
+            if self._error:
+                self._error_timer = self._loop.call_later(ERROR_S, self._show_error)
+            return lines
+        self._error += lines
+        if sum(map(len, self._error)) > ERROR_BYTES_MAX:
+            self._show_error()
+        return []
+
+    def _show_error(self) -> None:
+        lines, self._error = self._error, []
+        if self._error_timer is not None:
+            self._error_timer.cancel()
+        self._write(lines)
+
+    def _write(self, lines: Iterable[bytes]) -> None:
         text = b"".join(b"%b%b\n" % (self._prefix, line) for line in lines)
         if text and self._console is not None:
             self._console(text)
@@ -95,9 +202,16 @@ class Stream:
         self._loop.remove_reader(self._read_end)
         os.close(self._read_end)
         self._read_end = -1
-        if self._rest:
-            self._show([self._rest])
-            self._rest = b""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._show(line for line in self._bars.end() if line not in self._shown)
+        self._show([self._rest] if self._rest else [])
+        if self._repeats is not None and self._error:
+            if not self._repeats.is_new(b"\n".join(self._error), self._slot[0]):
+                self._error = []
+            self._show_error()
+        if self._console is not None and self._has_rows:
+            self._console.show_rows(self._slot, [])
         if self._file >= 0:
             os.close(self._file)
 

@@ -42,6 +42,13 @@ class WorkerOrder:
     """Path of the worker's progress cell; "" for none."""
     memory: tuple[str, ...] = ()
     """Files with what the worker will probably load: it maps them while it starts."""
+    stdin: int | None = None
+    """None for an empty one."""
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """What a spare is given: output, errors and, if there is one, input."""
+        return (self.stdout, self.stderr, *(() if self.stdin is None else (self.stdin,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +229,7 @@ class Processes:
             return None
         line = ImportLine(lambda _names: None)
         assignment = self._assignment(order, line)
-        fds = [order.stdout, order.stderr, assignment.line]
+        fds = [assignment.line, *order.streams]
         env = self._brood.marked(order.env)
         taken = await self._spares.take(assignment, env, fds, _not_yet_known)
         if taken is None:
@@ -284,7 +291,7 @@ class Processes:
         env = self._brood.marked(order.env)
         assignment = self._assignment(order, line)
         if order.mode is not RunMode.COMMAND:
-            fds = [order.stdout, order.stderr, assignment.line]
+            fds = [assignment.line, *order.streams]
             taken = await self._spares.take(assignment, env, fds, _not_yet_known)
             if taken is not None:
                 return taken
@@ -295,6 +302,7 @@ class Processes:
             [sys.executable, *options, PROGRAM, "worker", settings, *order.argv],
             env,
             _not_yet_known,
+            stdin=order.stdin,
             stdout=order.stdout,
             stderr=order.stderr,
             inherit=[assignment.line],

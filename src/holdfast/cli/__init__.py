@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `holdfast` command: one file per subcommand."""
 
-import argparse
 import functools
 import importlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
 
 from holdfast import __version__
+from holdfast.cli.parser import EXIT_USAGE, Parser
 from holdfast.model.errors import HoldfastError, UsageError
 from holdfast.runtime.signals import ignore_notices
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 
-_COMMANDS = ("master", "status", "ckpt", "data", "demo", "sim", "operator", "k8s")
-"""Those with a file of the same name and a parser; `holdfast --help` lists them in this order."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, as every other mistake is reported."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see `{self.prog} --help`)")
+COMMANDS = {
+    "run": "train: torchrun's flags, and a job that survives failures",
+    "status": "show a job: nodes, world, step, goodput and incidents",
+    "demo": "watch a small job survive three kills",
+    "ckpt": "list, verify, export and remove checkpoints",
+    "data": "show the datasets of a job: progress, rate, leases and what was set aside",
+    "master": "run the control plane of a job",
+    "k8s": "jobs in a Kubernetes cluster: submit, status, logs, scale, ...",
+    "operator": "look after the ElasticJobs of a Kubernetes cluster",
+    "sim": "predict the goodput of a cluster: failures, spares, checkpoints and restarts",
+    "completion": "print a script that lets the shell complete all of these",
+}
+"""In the order of `holdfast --help`. Each has a file of the same name with an `add_parser`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,17 +77,32 @@ def _find(words: list[str]) -> Callable[[], int]:
         from holdfast.cli import node
 
         return functools.partial(node.main, words[1:])
-    parser = _Parser(
+    arguments = build_parser(words[:1]).parse_args(words)
+    return functools.partial(arguments.run, arguments)
+
+
+def build_parser(needed: Sequence[str]) -> Parser:
+    """The parser of `holdfast`. Only the commands that are needed get their arguments.
+
+    The others are no more than a name and a line of help: to import the files of all commands
+    takes half a second, and a master that is started again must be there soon.
+    """
+    parser = Parser(
         prog="holdfast",
         description="Keep distributed training running.",
         epilog="`holdfast COMMAND --help` explains a command.",
+        examples=(
+            "holdfast demo",
+            "holdfast run --nproc-per-node 2 train.py",
+            "holdfast status",
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    commands.add_parser("run", help="train: torchrun's flags, and a job that survives failures")
-    # Only what is meant is imported: a master that is started again must be there soon.
-    for name in words[:1] if words and words[0] in _COMMANDS else _COMMANDS:
-        importlib.import_module(f"holdfast.cli.{name}").add_parser(commands)
-    arguments = parser.parse_args(words)
-    return functools.partial(arguments.run, arguments)
+    for name, summary in COMMANDS.items():
+        if name in needed:
+            importlib.import_module(f"holdfast.cli.{name}").add_parser(commands, summary)
+        else:
+            commands.add_parser(name, help=summary)
+    return parser

@@ -101,6 +101,7 @@ def _settings(
         env=worker_base(),
         log_dir=_log_folder(options.log_dir or folder / "logs", launch.run_id),
         console=_console(options, console),
+        terminal_rank=-1 if options.terminal_rank is None else options.terminal_rank,
     )
     return AgentSettings(
         master=options.master,
@@ -188,13 +189,14 @@ def make_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="holdfast-"))
 
 
-def last_words(end: m.JobEnded, console: Console) -> None:
-    """What the user sees last: the traceback of the first worker that failed."""
+def last_words(end: m.JobEnded, console: Console, *, shows_errors: bool) -> None:
+    """What the user sees last: the traceback of the first worker that failed, unless it is the same
+    on all, and stands right above because the console shows what workers write."""
     cause = end.cause
     if end.ok or cause is None:
         return
     text = f"\nThe first failure: rank {cause.rank} on node rank {end.cause_node_rank}"
     text += f" (pid {cause.pid}) {cause.message}\n"
-    if cause.traceback:
+    if cause.traceback and not (cause.alike and shows_errors):
         text += cause.traceback.rstrip() + "\n"
     console.err(text.encode())

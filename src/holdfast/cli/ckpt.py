@@ -35,13 +35,20 @@ TORCH_FORMATS = ("safetensors", "torch", "dcp")
 Command = Callable[[argparse.Namespace], int]
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str
+) -> None:
     """Declare the command and its verbs."""
     parser = commands.add_parser(
         "ckpt",
-        help="list, verify, export and remove checkpoints",
+        help=summary,
         description="Look after the checkpoints in a directory, or below a URL such as s3://...",
         epilog="Exit codes: 0 well, 1 damaged or not found, 2 usage.",
+        examples=(
+            "holdfast ckpt ls /shared/bert/saves",
+            "holdfast ckpt verify /shared/bert/saves",
+            "holdfast ckpt export s3://bucket/saves 1000 --to model.pt --format torch",
+        ),
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)

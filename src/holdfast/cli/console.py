@@ -7,19 +7,25 @@ is bounded; beyond that the workers' pipes are left unread, as with any pipe who
 """
 
 import asyncio
+import os
 import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import TypeAlias
 
-from holdfast.agent.output import write_all
+from holdfast.agent.output import Slot, write_all
+from holdfast.cli.screen import Screen
+from holdfast.runtime.settings import environment
 
 BACKLOG_BYTES_MAX = 4 * 1024 * 1024
 CLOSE_S = 2.0
 """How long the end of a command waits for a terminal that does not read."""
 
-_CLEAR: Final = b"\r\x1b[K"
+UNKNOWN_HEIGHT = 24
+"""Rows of a terminal that does not say how many it has."""
+
+_Work: TypeAlias = tuple[int, bytes] | Callable[[Screen], bool]
 
 
 class Outlet:
@@ -28,6 +34,7 @@ class Outlet:
     def __init__(self, console: "Console", descriptor: int) -> None:
         self._console = console
         self._descriptor = descriptor
+        self.is_live = console.is_live and os.isatty(descriptor)
 
     def __call__(self, data: bytes) -> None:
         """Show whole lines, soon."""
@@ -41,6 +48,10 @@ class Outlet:
         """Call back, in the event loop, once there is room again."""
         self._console.when_room(callback)
 
+    def show_rows(self, slot: Slot, rows: list[bytes]) -> None:
+        """Replace the unfinished lines of one stream, at the bottom of the terminal."""
+        self._console.change(lambda screen: screen.set_rows(slot, rows))
+
 
 class Console:
     """Owns standard output and standard error of the command.
@@ -49,32 +60,39 @@ class Console:
     and put back after it. Elsewhere there is no status, only lines.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_lent: bool = False) -> None:
+        """`is_lent`: a worker writes to the terminal itself, wherever its cursor stands."""
+        is_terminal = sys.stderr.isatty() and environment().get("TERM") != "dumb"
+        self._begin_line = b"\r\x1b[K" if is_terminal and is_lent else b""
+        self.is_live = is_terminal and not is_lent
         self.out = Outlet(self, sys.stdout.fileno())
         self.err = Outlet(self, sys.stderr.fileno())
-        self.is_live = sys.stderr.isatty()
-        self._status = b""
+        self._screen = Screen()
         self._lock = threading.Lock()
         self._backlog = 0
         self._waiting: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
-        self._lines: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="console", daemon=True)
         self._writer.start()
 
     def status(self, text: str) -> None:
         """Replace the status line; empty takes it away."""
         if self.is_live:
-            self.put(-1, text.encode())
+            self.change(lambda screen: screen.set_status(text.encode()))
+
+    def change(self, change: Callable[[Screen], bool]) -> None:
+        """Change what stands at the bottom of the terminal."""
+        self._work.put(change)
 
     @property
     def is_full(self) -> bool:
         return self._backlog > BACKLOG_BYTES_MAX
 
     def put(self, descriptor: int, data: bytes) -> None:
-        """Queue lines for a descriptor; -1 is the status line."""
+        """Queue whole lines for a descriptor."""
         with self._lock:
             self._backlog += len(data)
-        self._lines.put((descriptor, data))
+        self._work.put((descriptor, data))
 
     def when_room(self, callback: Callable[[], None]) -> None:
         """Call back, in the running loop, once less than half of the backlog is left."""
@@ -88,23 +106,30 @@ class Console:
     def close(self) -> None:
         """Show what is left, if anybody reads it."""
         self.status("")
-        self._lines.put(None)
+        self._work.put(None)
         self._writer.join(CLOSE_S)
 
     def _write(self) -> None:
         error = sys.stderr.fileno()
-        while (line := self._lines.get()) is not None:
-            descriptor, data = line
-            if descriptor < 0:
-                write_all(error, _CLEAR + data)
-                self._status = data
-            else:
-                if self._status:
-                    write_all(error, _CLEAR)
-                write_all(descriptor, data)
-                if self._status:
-                    write_all(error, self._status)
+        while (work := self._work.get()) is not None:
+            if callable(work):
+                if work(self._screen):
+                    write_all(error, self._screen.clear() + self._drawn())
+                continue
+            descriptor, data = work
+            write_all(error, self._screen.clear() + self._begin_line)
+            write_all(descriptor, data)
+            write_all(error, self._drawn())
             self._written(len(data))
+
+    def _drawn(self) -> bytes:
+        if not self.is_live:
+            return b""
+        try:
+            height = os.get_terminal_size(sys.stderr.fileno()).lines
+        except OSError:
+            height = 0
+        return self._screen.draw(height or UNKNOWN_HEIGHT)
 
     def _written(self, count: int) -> None:
         with self._lock:

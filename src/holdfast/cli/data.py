@@ -20,12 +20,15 @@ EXTENTS = {LINES: "file", STREAM: "partition", LISTED: "shard"}
 """What a piece of a kind is a part of."""
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str
+) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "data",
-        help="show the datasets of a job: progress, rate, leases and what was set aside",
+        help=summary,
         description="Show how far a job is in the datasets that its workers read in shards.",
+        examples=("holdfast data ls", "holdfast data show train --json"),
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
@@ -56,12 +59,12 @@ def _ls(arguments: argparse.Namespace) -> int:
     elif not datasets:
         print("no worker of this job reads a dataset in shards")
     else:
-        Console(highlight=False).print(_table(datasets))
+        Console(highlight=False).print(table(datasets))
     return 0
 
 
-def _table(datasets: tuple[DatasetView, ...]) -> Table:
-    """Fits into 80 columns: only a long name takes a second line."""
+def table(datasets: tuple[DatasetView, ...]) -> Table:
+    """Fits into 60 columns: only a long name takes a second line."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("dataset", overflow="fold")
     table.add_column("epoch", no_wrap=True)

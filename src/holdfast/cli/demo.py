@@ -37,16 +37,19 @@ PLAIN_STEPS = 25
 _TOLD = {"NodeReady", "NodeLost", "NodeOrdered", "WorldFormed", "WorldStarted"}
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str
+) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "demo",
-        help="watch a small job survive three kills",
+        help=summary,
         description="Train a small character-level transformer on two local nodes with one worker "
         "each, kill a worker, a node and the master while it runs, and show how it goes on: live, "
         "and at the end with the loss curve, the time of every recovery and the goodput.",
         epilog="It takes about a minute on two idle cores. "
         "Exit codes: 0 the job survived with an unbroken loss curve, 1 it did not, 2 usage.",
+        examples=("holdfast demo", "holdfast demo --plain --keep demo-run"),
         allow_abbrev=False,
     )
     parser.add_argument(

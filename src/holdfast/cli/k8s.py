@@ -13,14 +13,20 @@ SUSPEND_S = 900.0
 """Nodes may take minutes to save, and others to get a machine."""
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Commands, summary: str) -> None:
     """Declare the command with its own commands."""
     parser = commands.add_parser(
         "k8s",
-        help="jobs in a Kubernetes cluster: submit, status, logs, scale, ...",
+        help=summary,
         description="Deal with ElasticJobs in a Kubernetes cluster.",
         epilog="Exit codes: 0 done, 1 refused, failed or not reachable, 2 usage or a manifest with "
         "mistakes.",
+        examples=(
+            "holdfast k8s render job.yaml",
+            "holdfast k8s submit job.yaml --wait",
+            "holdfast k8s logs bert --rank 1 --follow",
+            "holdfast k8s scale bert --replicas 6",
+        ),
         allow_abbrev=False,
     )
     own = parser.add_subparsers(metavar="COMMAND", required=True, dest="action")

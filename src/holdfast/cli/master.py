@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 
 from holdfast.cli.embedded import END_FILE, EXIT_BROKE_OFF, EXIT_JOB_FAILED
-from holdfast.cli.run_options import check_job_name, hang_after_s, parse_address
+from holdfast.cli.run_options import check_job_name, hang_after_s, parse_address, seconds_or_off
 from holdfast.master.process import MasterSettings, Surroundings, run_master
 from holdfast.model.errors import StateError, UsageError
 from holdfast.model.ids import NodeId
@@ -28,13 +28,19 @@ from holdfast.runtime.observe import sayer
 from holdfast.runtime.settings import environment
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str
+) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "master",
-        help="run the control plane of a job",
+        help=summary,
         description="Run the control plane of one job. It can be killed and started again on the "
         "same state directory, here or elsewhere: the job goes on meanwhile.",
+        examples=(
+            "holdfast master --job bert --state /shared/bert",
+            "holdfast master --job bert --listen 10.0.0.5:7070 --state /shared/bert --insecure",
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("--job", required=True, help="name of the job")
@@ -118,6 +124,19 @@ def _add_patience(parser: argparse.ArgumentParser) -> None:
         metavar="WHEN",
         help="workers that make no step for so many seconds hang and are restarted; auto: 5 times "
         "the longest pause of the job so far, at least 30 s; off: never (auto)",
+    )
+    parser.add_argument(
+        "--first-step-within",
+        default=f"{spec.first_step_s:g}",
+        metavar="SECONDS",
+        help="workers without a first step for so long are reported, and restarted if the job has "
+        f"made steps before; off: no limit ({spec.first_step_s:g})",
+    )
+    parser.add_argument(
+        "--retry-mistakes",
+        action="store_true",
+        help="restart also for a mistake in the program that is the same on all ranks before the "
+        "first step: wrong arguments, a syntax error, a failed import",
     )
 
 
@@ -215,6 +234,8 @@ def _spec(arguments: argparse.Namespace) -> JobSpec:
         silence_s=arguments.silence,
         lease_s=arguments.lease,
         hang_after_s=hang_after_s(arguments.hang_after, "--hang-after"),
+        first_step_s=seconds_or_off(arguments.first_step_within, "--first-step-within"),
+        retry_mistakes=arguments.retry_mistakes,
     )
     if arguments.rules is None:
         return spec

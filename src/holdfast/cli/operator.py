@@ -16,13 +16,19 @@ from holdfast.runtime.observe import sayer
 from holdfast.runtime.signals import on_end_signals
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str
+) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "operator",
-        help="look after the ElasticJobs of a Kubernetes cluster",
+        help=summary,
         description="Make the master of each ElasticJob, and make it again when it is lost. "
         "Several operators may run: one acts, the others stand by.",
+        examples=(
+            "holdfast operator --namespace training",
+            "holdfast operator --kubeconfig ~/.kube/config",
+        ),
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`holdfast run`: start a job, or this node's part of one."""
 
+import argparse
 import asyncio
 import contextlib
 import os
 import secrets
 import shutil
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -15,11 +16,13 @@ from typing import Protocol
 import msgspec
 import uvloop
 
+from holdfast.agent import terminal
 from holdfast.agent.agent import AgentEnd
 from holdfast.cli.agent_side import last_words, make_folder, rules_of, run_agent
 from holdfast.cli.console import Console
 from holdfast.cli.embedded import EXIT_JOB_FAILED, EmbeddedMaster, is_end_of_job
 from holdfast.cli.observer import show_status
+from holdfast.cli.run_flags import build_parser
 from holdfast.cli.run_options import (
     RunOptions,
     check_files,
@@ -27,12 +30,20 @@ from holdfast.cli.run_options import (
     count_accelerators,
     parse_run,
 )
+from holdfast.model.errors import UsageError
 from holdfast.runtime.observe import Say, sayer
 from holdfast.runtime.settings import environment, node_settings
 from holdfast.runtime.signals import EndSignals, Patience, hold_end_signals
 
 STOP_S_MAX = 24 * 3600.0
 """How long a job that is stopped may bring checkpoints to storage, however slowly."""
+
+
+DEBUG_NOTE = (
+    "rank {rank} has this terminal; no hang is looked for meanwhile, unless --hang-after says so; "
+    "ranks that wait for it give up when the time-out of their process group is over "
+    "(torch.distributed.init_process_group(timeout=...))"
+)
 
 
 class Parse(Protocol):
@@ -49,6 +60,16 @@ class Parse(Protocol):
     ) -> RunOptions: ...
 
 
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str
+) -> None:
+    """Declare the command for shell completion; to run it, `main` reads the words itself."""
+    parser = build_parser()
+    commands.add_parser(
+        "run", help=summary, parents=[parser], examples=parser.examples, add_help=False
+    )
+
+
 def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
     """Parse, check, run; returns the exit code of the command."""
     env = environment()
@@ -61,7 +82,8 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
     )
     check_script(options)
     check_files(options)
-    console = Console()
+    options = _with_terminal(options)
+    console = Console(is_lent=options.terminal_rank is not None)
     say = sayer("holdfast", console.err)
     for note in options.notes:
         say(note)
@@ -69,30 +91,75 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
         say(f"{ignored.option} has no effect: {ignored.reason}")
     hold_end_signals()  # From here on there is something to clean up.
     folder = make_folder()
+    logs, is_stopped = folder / "logs", False
+
+    def stops(number: signal.Signals) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        say(_how_it_stops(options, number, logs))
+
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            end = runner.run(_run(options, folder, console, say))
+            end = runner.run(_run(options, folder, console, say, stops))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         console.close()
         raise
-    if end.exit_code != 0:
+    is_kept = end.exit_code != 0 and options.log_dir is None and logs.is_dir()
+    if end.exit_code != 0 and not is_stopped:
         failed = end.end is not None and not end.end.stopped
         say(f"{'the job failed' if failed else 'stopped'}: {end.reason}")
-        if options.state_dir is not None and not failed:
-            say("the same command on the same state directory goes on with the job")
-    if end.exit_code == 0 or options.log_dir is not None or not (folder / "logs").is_dir():
+        if is_kept:
+            say(f"the output of every rank is in {logs}")
+    if not is_kept:
         shutil.rmtree(folder, ignore_errors=True)
-    else:
-        say(f"the output of every rank is in {folder / 'logs'}")
     if end.end is not None:
-        last_words(end.end, console)
+        shows_errors = not options.redirects and options.local_ranks_filter is None
+        last_words(end.end, console, shows_errors=shows_errors)
     console.close()
     return end.exit_code
 
 
-async def _run(options: RunOptions, folder: Path, console: Console, say: Say) -> AgentEnd:
-    signals = EndSignals(options.signals_to_handle)
+def _how_it_stops(options: RunOptions, number: signal.Signals, logs: Path) -> str:
+    """One line for a stop, when it is asked for: what is in memory goes to storage first."""
+    parts = [f"stopped by {number.name}"]
+    if number == signal.SIGINT:
+        parts.append("press Ctrl-C again to end at once, without saving")
+    if options.state_dir is not None:
+        parts.append("the same command on the same state directory goes on with the job")
+    if options.log_dir is None:
+        parts.append(f"the output of every rank is in {logs}")
+    return "; ".join(parts)
+
+
+def _with_terminal(options: RunOptions) -> RunOptions:
+    """Give the terminal to the rank that is to have it."""
+    rank = options.debug_rank
+    if rank is not None and not terminal.is_ours():
+        raise UsageError("--debug-rank needs a terminal, and this command in its foreground")
+    is_alone = options.nproc == options.max_nodes == 1 and options.master is None
+    has_files = options.log_dir or options.redirects or options.tee
+    shows_all = options.local_ranks_filter is None and not has_files
+    if rank is None and is_alone and options.local_nodes + options.spare_nodes == 1 and shows_all:
+        rank = 0 if terminal.is_ours() else None
+    if rank is None:
+        return options
+    notes = () if options.debug_rank is None else (DEBUG_NOTE.format(rank=rank),)
+    # At a prompt a worker makes no steps, and it waits for a person.
+    hang_after = "off" if options.hang_after == "auto" else options.hang_after
+    return replace(
+        options, terminal_rank=rank, hang_after=hang_after, notes=(*options.notes, *notes)
+    )
+
+
+async def _run(
+    options: RunOptions,
+    folder: Path,
+    console: Console,
+    say: Say,
+    stops: Callable[[signal.Signals], None],
+) -> AgentEnd:
+    signals = EndSignals(options.signals_to_handle, first=stops)
     if options.master is not None:
         node = node_settings()
         end = await run_agent(options, folder, node=node, console=console, say=say, signals=signals)
@@ -196,7 +263,11 @@ async def _master(
     """An embedded master for the time of the block; nothing of it is left afterwards."""
     state = options.state_dir or folder / "state"
     assert options.job is not None
-    patience = ("--lease", str(options.lease_s), "--hang-after", options.hang_after)
+    patience = [
+        *("--lease", str(options.lease_s), "--hang-after", options.hang_after),
+        *("--first-step-within", options.first_step_within),
+        *(["--retry-mistakes"] if options.retry_mistakes else []),
+    ]
     master = EmbeddedMaster(["--job", options.job, *patience, *arguments], state, console, say)
     if launch is not None:
         node = replace(

@@ -8,13 +8,13 @@ be it a flag or an environment variable.
 """
 
 import argparse
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from holdfast.cli.parser import HelpfulParser, closest
 from holdfast.model.errors import UsageError
 
 TORCHRUN_PREFIX = "PET_"
@@ -30,16 +30,29 @@ class Flag:
     env: str = ""
     """The environment variable that answers when the command line does not."""
     short: str = ""
+    also: tuple[str, ...] = ()
+    """The prior art's names of that variable, in their order; see `variables`."""
 
     @property
     def is_switch(self) -> bool:
         return not self.metavar
 
+    def variables(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """The variables that answer, the first one that is set.
 
-def _shared(name: str, metavar: str, help_text: str, short: str = "") -> Flag:
+        A platform of ours sets the prior art's names too, for scripts that read them. They say
+        nothing to the agent there: it has our own names, and the master numbers the nodes.
+        """
+        names = (self.env,) if "HOLDFAST_NODE_ID" in environ else (self.env, *self.also)
+        return tuple(name for name in names if environ.get(name))
+
+
+def _shared(
+    name: str, metavar: str, help_text: str, short: str = "", also: tuple[str, ...] = ()
+) -> Flag:
     """A flag of torchrun's that also reads torchrun's PET_* variable."""
     env = TORCHRUN_PREFIX + name.replace("-", "_").upper()
-    return Flag(name, metavar, help_text, env, short)
+    return Flag(name, metavar, help_text, env, short, also)
 
 
 FLAGS: Mapping[str, tuple[Flag, ...]] = {
@@ -62,6 +75,7 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
             "N",
             "the slot of this node, from 0, when a --master runs elsewhere (default: assigned by "
             "the master)",
+            also=("NODE_RANK", "WORKER_RANK"),
         ),
         Flag(
             "local-nodes",
@@ -83,6 +97,7 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
             "the master that the nodes of this job share; an IPv6 address goes in brackets "
             "(default: one is started inside this command)",
             env="HOLDFAST_MASTER",
+            also=("DLROVER_MASTER_ADDR",),
         ),
         Flag(
             "token-file",
@@ -115,6 +130,18 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
             "WHEN",
             "workers that make no step for so many seconds hang and are restarted; auto: 5 times "
             "the longest pause of the job so far, at least 30 s; off: never (default: auto)",
+        ),
+        Flag(
+            "first-step-within",
+            "SECONDS",
+            "workers without a first step for so long are reported, and restarted if the job has "
+            "made steps before; off: no limit (default: 7200)",
+        ),
+        Flag(
+            "retry-mistakes",
+            "",
+            "restart also for a mistake in the program that is the same on all ranks before the "
+            "first step: wrong arguments, a syntax error, a failed import (default: the job ends)",
         ),
         _shared(
             "standalone",
@@ -211,6 +238,12 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
             "local-ranks-filter",
             "N,...",
             "local ranks whose output the console shows (default: all)",
+        ),
+        Flag(
+            "debug-rank",
+            "N",
+            "give this terminal to rank N, for pdb, breakpoint() and input(); the job waits for it "
+            "(default: a single worker has the terminal, else no rank has)",
         ),
     ),
     "accepted for torchrun's sake, without effect (the reason is printed)": (
@@ -355,7 +388,7 @@ def without_effect(answers: Answers) -> list[Ignored]:
     return found
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(HelpfulParser):
     """An argument parser that raises instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -366,7 +399,7 @@ Flags = Mapping[str, tuple[Flag, ...]]
 """By the title under which the help lists them."""
 
 
-def build_parser(flags: Flags = FLAGS, command: str = "holdfast run") -> argparse.ArgumentParser:
+def build_parser(flags: Flags = FLAGS, command: str = "holdfast run") -> HelpfulParser:
     """The parser behind `holdfast run`, or a command like it; its help lists every flag."""
     parser = _Parser(
         prog=command,
@@ -376,7 +409,15 @@ def build_parser(flags: Flags = FLAGS, command: str = "holdfast run") -> argpars
         epilog="Every option may be written with underscores instead of dashes. Options of "
         "torchrun's are also read from the environment: PET_NNODES for --nnodes and so on; "
         "a switch is on when its variable is 1. HOLDFAST_MASTER, HOLDFAST_TOKEN_FILE and "
-        "HOLDFAST_TLS_CA stand for --master, --token-file and --tls-ca. The command line wins.",
+        "HOLDFAST_TLS_CA stand for --master, --token-file and --tls-ca. The command line wins. "
+        "DLRover's DLROVER_MASTER_ADDR and NODE_RANK come last.",
+        examples=(
+            f"{command} train.py --epochs 3",
+            f"{command} --nproc-per-node 2 -m package.train --lr 0.1",
+            f"{command} --local-nodes 2 --spare-nodes 1 train.py",
+            f"{command} --nproc-per-node 4 --debug-rank 2 train.py",
+            f"{command} --nnodes 2:8 --master 10.0.0.5:7070 --token-file token --insecure train.py",
+        ),
         allow_abbrev=False,
         exit_on_error=False,
     )
@@ -418,9 +459,15 @@ def read_answers(
     for flag in known:
         if flag.name in typed:
             by_name[flag.name] = Answer(typed[flag.name], f"--{flag.name}")
-        elif environ.get(flag.env):
-            by_name[flag.name] = Answer(environ[flag.env], flag.env)
+        elif found := flag.variables(environ):
+            by_name[flag.name] = Answer(environ[found[0]], found[0])
     return Answers(typed["script"], tuple(typed["script_args"]), by_name)
+
+
+def variables(flags: Flags = FLAGS) -> set[str]:
+    """Every variable that can answer a flag."""
+    known = [flag for group in flags.values() for flag in group]
+    return {name for flag in known for name in (flag.env, *flag.also) if name}
 
 
 def _sentence(mistake: argparse.ArgumentError, command: str) -> str:
@@ -439,8 +486,6 @@ def _sentence(mistake: argparse.ArgumentError, command: str) -> str:
 def _unknown(token: str, flags: Sequence[Flag], command: str) -> str:
     name = token.split("=", 1)[0]
     dashed = name.replace("_", "-")
-    known = [f"--{flag.name}" for flag in flags]
-    close = [flag for flag in known if flag.startswith(dashed)] if len(dashed) > 4 else []
-    close += difflib.get_close_matches(dashed, known, n=1, cutoff=0.75)
-    hint = f"did you mean {close[0]}?" if close else "options of the script go after its name"
+    near = closest(dashed, (f"--{flag.name}" for flag in flags))
+    hint = f"did you mean {near}?" if near else "options of the script go after its name"
     return f"{name} is not an option of {command}: {hint}"

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.cli.run_conf import rdzv_conf
-from holdfast.cli.run_flags import Answer, Answers, Ignored, read_answers, without_effect
+from holdfast.cli.run_flags import (
+    Answer,
+    Answers,
+    Ignored,
+    read_answers,
+    variables,
+    without_effect,
+)
+from holdfast.cli.unread import unread_note
 from holdfast.model.errors import UsageError
 
 
@@ -69,6 +77,9 @@ class RunOptions:
     lease_s: float
     hang_after: str
     """What `hang_after_s` reads."""
+    first_step_within: str
+    """What `seconds_or_off` reads."""
+    retry_mistakes: bool
     grace_s: float
     spares: bool
     signals_to_handle: tuple[signal.Signals, ...]
@@ -78,6 +89,10 @@ class RunOptions:
     tee: Std | Mapping[int, Std]
     local_ranks_filter: frozenset[int] | None
     """None for all of them."""
+    debug_rank: int | None
+    """The rank that the user wants to have the terminal."""
+    terminal_rank: int | None
+    """The rank that has it."""
 
     module: bool
     no_python: bool
@@ -136,13 +151,17 @@ def _options(
     answers: Answers, nproc: int, environ: Mapping[str, str], job_suffix: str
 ) -> RunOptions:
     conf, ignored = rdzv_conf(answers)
-    remarks = _Remarks(ignored=without_effect(answers) + ignored, notes=[])
+    notes = unread_note(environ, variables())
+    remarks = _Remarks(ignored=without_effect(answers) + ignored, notes=notes)
     nodes = _node_counts(answers, remarks, is_launched="HOLDFAST_NODE_ID" in environ)
     place = _place(answers, nodes, remarks)
     lease, hang = answers.get("lease"), answers.get("hang-after") or Answer("auto", "")
     hang_after_s(hang.text, hang.source)
-    if place.master is not None and hang.source:
-        remarks.ignore(hang, "`holdfast master` takes it")
+    first_step = answers.get("first-step-within") or Answer("7200", "")
+    seconds_or_off(first_step.text, first_step.source)
+    for answer in (hang, first_step, answers.get("retry-mistakes")):
+        if place.master is not None and answer is not None and answer.source:
+            remarks.ignore(answer, "`holdfast master` takes it")
     _check_program(answers)
     return RunOptions(
         min_nodes=nodes.least,
@@ -168,6 +187,8 @@ def _options(
         state_dir=answers.path("state"),
         lease_s=lease.seconds(zero=False) if lease else 60.0,
         hang_after=hang.text,
+        first_step_within=first_step.text,
+        retry_mistakes=answers.is_on("retry-mistakes"),
         grace_s=_grace_s(answers, environ, remarks),
         spares=not answers.is_on("no-spares"),
         signals_to_handle=_signals(answers.get("signals-to-handle")),
@@ -175,6 +196,8 @@ def _options(
         redirects=_std(answers.get("redirects")),
         tee=_std(answers.get("tee")),
         local_ranks_filter=_ranks(answers.get("local-ranks-filter")),
+        debug_rank=_debug_rank(answers, nproc, nodes),
+        terminal_rank=None,
         module=answers.is_on("module"),
         no_python=answers.is_on("no-python"),
         run_path=answers.is_on("run-path"),
@@ -324,6 +347,19 @@ def _node_counts(answers: Answers, remarks: _Remarks, *, is_launched: bool) -> _
     return _NodeCounts(least, most, unit, local, spare)
 
 
+def _debug_rank(answers: Answers, nproc: int, nodes: _NodeCounts) -> int | None:
+    answer = answers.get("debug-rank")
+    if answer is None:
+        return None
+    rank = answer.whole(least=0)
+    if nodes.local + nodes.spare > 1:
+        raise UsageError(f"{answer.source} needs one node: --local-nodes have no terminal")
+    if rank >= nproc * nodes.most:
+        most = nproc * nodes.most
+        raise UsageError(f"{answer.source} {rank}: the job has {most} ranks, from 0 to {most - 1}")
+    return rank
+
+
 def _node_range(answer: Answer) -> tuple[int, int]:
     try:
         bounds = [int(part) for part in answer.text.split(":")]
@@ -372,6 +408,10 @@ def _master(
     master, endpoint = answers.get("master"), answers.get("rdzv-endpoint")
     if master is not None:
         parse_address(master.text, master.source)
+        if master.source == "DLROVER_MASTER_ADDR" and not own:
+            remarks.notes.append(
+                f"{master.source} {master.text} is taken as the address of --master"
+            )
         if own and master.source == "--master":
             raise UsageError(f"{own} starts its own master and cannot go with --master")
         if own:
@@ -410,6 +450,14 @@ def hang_after_s(text: str, source: str) -> float | None:
         return Answer(text, source).seconds(zero=False)
     except UsageError:
         raise UsageError(f"{source} must be auto, off or seconds above 0, not {text!r}") from None
+
+
+def seconds_or_off(text: str, source: str) -> float:
+    """Seconds above 0; infinite for the word off."""
+    try:
+        return math.inf if text == "off" else Answer(text, source).seconds(zero=False)
+    except UsageError:
+        raise UsageError(f"{source} must be off or seconds above 0, not {text!r}") from None
 
 
 def _check_program(answers: Answers) -> None:

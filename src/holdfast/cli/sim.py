@@ -45,15 +45,25 @@ MEASURED = (
 )
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+ANY_WIDTH = 10_000
+"""Columns of a terminal that no table is too wide for."""
+
+
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str
+) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "sim",
-        help="predict the goodput of a cluster: failures, spares, checkpoints and restarts",
+        help=summary,
         description="Simulate a job on a failing cluster and tell how much of the time is work. "
         "Failures follow published data, the master's real core decides, and one seed decides "
         "all chance: the same command gives the same figures.",
         epilog="Exit codes: 0 simulated, 2 usage. docs/simulation-goodput.md: what is modelled.",
+        examples=(
+            "holdfast sim --nodes 1000 --days 30",
+            "holdfast sim --nodes 10000 --days 54 --failures rsc1 --compare",
+        ),
         allow_abbrev=False,
     )
     known = ", ".join(failures.presets())
@@ -245,25 +255,31 @@ def _print(
         f"{count(cluster.nodes, 'node')}, {count(cluster.spares, 'spare')}, {cluster.reserve:,} in "
         f"reserve, {arguments.days:g} days, failures of {arguments.failures}, seed {arguments.seed}"
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("", style="dim", no_wrap=True)
-    for name in predictions:
-        table.add_column(name, justify="right")
-    for heading, values in _rows(predictions, took_s):
-        table.add_row(heading, *values)
-    console.print(table)
+    cells = {name: _cells(one, took_s[name]) for name, one in predictions.items()}
+    print_cells(console, cells)
     known = policies()
     for name in predictions:
         console.print(f"{name}: {known[name].title}", style="dim")
     console.print(MEASURED, style="dim")
 
 
-def _rows(
-    predictions: Mapping[str, Prediction], took_s: Mapping[str, float]
-) -> list[tuple[str, list[str]]]:
-    shown = {name: _cells(one, took_s[name]) for name, one in predictions.items()}
-    headings = next(iter(shown.values()))
-    return [(heading, [cells[heading] for cells in shown.values()]) for heading in headings]
+def print_cells(console: Console, columns: Mapping[str, Mapping[str, str]]) -> None:
+    """The columns side by side; on a narrow terminal in several tables, and none of them is cut."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("", style="dim", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for heading in next(iter(columns.values())):
+        table.add_row(heading, *(cells[heading] for cells in columns.values()))
+    names = list(columns)
+    wide = console.options.update(max_width=ANY_WIDTH)
+    if len(names) == 1 or console.measure(table, options=wide).maximum <= console.width:
+        console.print(table)
+        return
+    half = (len(names) + 1) // 2
+    print_cells(console, {name: columns[name] for name in names[:half]})
+    console.print()
+    print_cells(console, {name: columns[name] for name in names[half:]})
 
 
 def _cells(prediction: Prediction, took_s: float) -> dict[str, str]:
@@ -286,7 +302,8 @@ def _cells(prediction: Prediction, took_s: float) -> dict[str, str]:
         "restores from storage": f"{figures.restores_from_storage:,}",
         "to storage": f"{checkpoints['storage_gb_per_s']:.1f} GB/s",
         "decided by": figures.engine,
-        "events": f"{figures.events:,} ({figures.events / max(took_s, 1e-9):,.0f}/s)",
+        "events": f"{figures.events:,}",
+        "  each second": f"{figures.events / max(took_s, 1e-9):,.0f}",
     }
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import msgspec
 import uvloop
 from rich.console import Console, RenderableType
+from rich.filesize import decimal
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli import asking
-from holdfast.cli.words import count, duration, plain
+from holdfast.cli.words import count, duration, plain, speed
 from holdfast.master.process import view_left
 from holdfast.master.view import (
     CheckpointsView,
@@ -28,19 +29,30 @@ from holdfast.model.errors import RetryableError
 from holdfast.protocol import messages as m
 
 NODES_SHOWN = 40
+LOGS_NAMED = 8
+WIDE = 80
+"""From this width on the node table has room for what few people look for."""
+
 _STAGES = ("detect", "rendezvous", "restart", "restore")
 _STATE_STYLES = {"running": "bold green", "succeeded": "bold green", "failed": "bold red"}
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str
+) -> None:
     """Declare the command."""
     parser = commands.add_parser(
         "status",
-        help="show a job: nodes, world, step, goodput and incidents",
+        help=summary,
         description="Show a job: its nodes and world, its step and goodput, and how long every "
         "recovery took. Without options it shows the only job that runs on this machine; with "
         "--state also one whose master is gone, as its journal has it.",
         epilog="Exit codes: 0 shown, 1 the master cannot be reached, 2 usage.",
+        examples=(
+            "holdfast status",
+            "holdfast status --follow",
+            "holdfast status --state /shared/bert --json",
+        ),
         allow_abbrev=False,
     )
     asking.add_arguments(parser)
@@ -58,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(state.decode(), flush=True)
         else:
-            _print_view(state, http)
+            print_view(Console(highlight=False), asking.decode(state), http)
             if arguments.follow:
                 print(flush=True)
 
@@ -104,18 +116,19 @@ def _print_story(story: m.Story) -> None:
     console.print(grid)
 
 
-def _print_view(state: bytes, http: str) -> None:
-    job = asking.decode(state)
-    console = Console(highlight=False)
+def print_view(console: Console, job: JobView, http: str) -> None:
+    """The whole job. Fits into 60 columns: what is long is folded, and nothing is cut."""
     summary = _summary(job)
     if http:
         summary.add_row("http", f"http://{http}")
     console.print(summary)
     if job.nodes:
         console.print()
-        console.print(_node_table(job))
+        console.print(_node_table(job, console.width))
         if len(job.nodes) > NODES_SHOWN:
             console.print(f"and {len(job.nodes) - NODES_SHOWN} more nodes: see --json", style="dim")
+        for line in _logs(job.nodes):
+            console.print(line)
     for incident in job.progress.incidents:
         console.print()
         for part in _incident(incident):
@@ -146,8 +159,12 @@ def _summary(job: JobView) -> Table:
     progress = job.progress
     if progress.step >= 0 or progress.steps_total:
         reached = f"{progress.step:,}" if progress.step >= 0 else "not reported"
+        of = f" of {progress.steps_wanted:,}" if progress.steps_wanted else ""
         done = f"{progress.steps_total:,} finished, those done again included"
-        grid.add_row("step", f"{reached} ({done})")
+        grid.add_row("step", f"{reached}{of} ({done})")
+    if progress.steps_per_s is not None:
+        left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
+        grid.add_row("speed", f"{speed(progress.steps_per_s)}{left}")
     share = "not known before the first step"
     if progress.goodput is not None:
         share = f"{progress.goodput:.1%} of the time"
@@ -202,22 +219,28 @@ def _spent(seconds: dict[str, float]) -> str:
     return f": {', '.join(used)}" if used else ""
 
 
-def _node_table(job: JobView) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("node rank", "node id", "incarnation", "workers"):
-        table.add_column(heading, justify="right")
-    for heading in ("phase", "world", "start", "host"):
-        table.add_column(heading)
+def _node_table(job: JobView, width: int) -> Table:
+    """Use, speed and beat are those of the last beat. The host alone may take a second line."""
+    is_wide = width >= WIDE
+    table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), header_style="dim")
+    for heading in ("rank", "id", "workers") if is_wide else ("rank",):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("state", "start"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("cores", "memory", "steps/s", "beat"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("host", overflow="fold")
     for node in job.nodes[:NODES_SHOWN]:
         is_live = node.phase == "running"
         table.add_row(
             str(node.node_rank),
-            str(node.node_id),
-            str(node.incarnation),
-            str(node.nproc),
-            Text(plain(node.phase), style="" if is_live else "dim"),
-            _part(node, job.world) if is_live else "",
+            *((str(node.node_id), str(node.nproc)) if is_wide else ()),
+            Text(_part(node, job.world) or plain(node.phase), style="" if is_live else "dim"),
             {True: "warm", False: "cold", None: ""}[node.warm],
+            "" if node.cpu is None else f"{node.cpu:.1f}",
+            "" if node.memory_bytes is None else decimal(node.memory_bytes),
+            "" if node.steps_per_s is None else f"{node.steps_per_s:.2f}",
+            "" if node.beat_age_s is None else f"{node.beat_age_s:.1f} s",
             Text(plain(node.host)),
         )
     return table
@@ -225,9 +248,25 @@ def _node_table(job: JobView) -> Table:
 
 def _part(node: NodeView, world: WorldView) -> str:
     """What a live node does in the world."""
+    if node.phase != "running":
+        return ""
     if node.node_rank in world.nodes:
         return "member"
     return "spare" if node.node_rank in world.spares else ""
+
+
+def _logs(nodes: tuple[NodeView, ...]) -> list[Text]:
+    """Where the output and the logs of the nodes are, each folder once."""
+    ranks: dict[str, list[int]] = {}
+    for node in nodes:
+        if node.log_dir:
+            ranks.setdefault(plain(node.log_dir), []).append(node.node_rank)
+    lines = []
+    for folder, found in ranks.items():
+        few = ", ".join(map(str, found[:LOGS_NAMED])) + (", ..." if found[LOGS_NAMED:] else "")
+        whose = "logs" if len(ranks) == 1 else f"logs of {few}"
+        lines.append(Text(f"{whose}: ", style="dim").append(folder, style="not dim"))
+    return lines
 
 
 def _incident(incident: IncidentView) -> list[RenderableType]:

@@ -18,6 +18,11 @@ def duration(seconds: float) -> str:
     return f"{hours:,} h {minutes} min"
 
 
+def speed(per_s: float) -> str:
+    """Steps per second; of slow ones, seconds per step."""
+    return f"{per_s:.1f} steps/s" if per_s >= 1 else f"{1 / per_s:.1f} s/step"
+
+
 def plain(text: str) -> str:
     """Text from elsewhere on one line and without anything that a terminal would obey."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -23,11 +23,14 @@ STEP_S = 30.0
 _saved: dict[str, tuple[int, float]] = {}
 
 
-def report_step(step: int) -> None:
-    """Say that `step` is finished. Costs no system call; does nothing outside Holdfast."""
+def report_step(step: int, total: int | None = None) -> None:
+    """Say that `step` is finished. Costs no system call; does nothing outside Holdfast.
+
+    With `total`, the number of the last step, people see how long the training still takes.
+    """
     settings = worker_settings()
     if settings is not None and settings.progress:
-        _cell(settings.progress).report(step, time.monotonic())
+        _cell(settings.progress).report(step, time.monotonic(), total)
 
 
 def saving_step(step: int) -> None:

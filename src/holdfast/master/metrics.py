@@ -19,7 +19,7 @@ from holdfast.model.node import Phase
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-_JOB_STATES = ("running", "succeeded", "failed")
+_JOB_STATES = ("running", "succeeded", "stopped", "failed")
 _SOURCES = ("memory", "peer", "parity", "storage")
 
 

@@ -140,7 +140,14 @@ async def _serve(
     spec = settings.spec
     if surroundings.begin is not None and not journal.load():
         spec = await surroundings.begin(spec)
-    engine = build_engine(settings.job, spec, journal, say, clock_name=monotonic_name())
+    engine = build_engine(
+        settings.job,
+        spec,
+        journal,
+        say,
+        clock_name=monotonic_name(),
+        has_launcher=line >= 0,
+    )
     service, driver = engine.service, engine.driver
     secured: ssl.SSLContext | None = None
     async with AsyncExitStack() as open_things:
@@ -206,7 +213,7 @@ class Engine:
         """Those that the platform had when the last master looked."""
         return frozenset(
             cast(NodeId, row["node_id"])
-            for row in (*self.core.nodes.view(), *self.core.roles.view())
+            for row in (*self.core.nodes.view(self.clock.now()), *self.core.roles.view())
             if row["phase"] in (Phase.PENDING, Phase.RUNNING)
         )
 
@@ -226,6 +233,7 @@ def build_engine(
     clock_name: str,
     wall: Callable[[], float] = wall_clock,
     watch: Callable[[Event], None] = lambda event: None,
+    has_launcher: bool = False,
 ) -> Engine:
     """The engine as the journal left it. It serves nobody yet. `watch` is told what happens."""
     entries = journal.load()
@@ -238,7 +246,7 @@ def build_engine(
         if not fatal.done():
             fatal.set_exception(exc)
 
-    service = Service(job, job_core, now=clock.now, say=say)
+    service = Service(job, job_core, now=clock.now, say=say, has_launcher=has_launcher)
 
     def observe(event: Event, now: float) -> None:
         watch(event)

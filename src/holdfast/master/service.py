@@ -29,7 +29,7 @@ NOBODY = NodeId(-1)
 """The node of a link that is no agent's: an observer, or a tool."""
 
 PROGRESS_S = 1.0
-"""How often those who follow the job hear of its progress, at most."""
+"""How often those who follow the job hear how it stands."""
 
 NO_NEWS = frozenset({ev.BeatReceived, ev.KvRequested, ev.DataRequested})
 """What comes in by the thousand: nobody looks for words for it."""
@@ -48,11 +48,13 @@ class Service:
         now: Callable[[], float],
         say: Say,
         wall: Callable[[], float] = wall_clock,
+        has_launcher: bool = False,
     ) -> None:
         self._job = job
         self._core = core
         self._now, self._wall = now, wall
         self._say = say
+        self._has_launcher = has_launcher
         self._platform: Platform | None = None
         self._showing: Showing | None = None
         self._feed: Callable[[Event], None] = lambda event: None
@@ -68,7 +70,7 @@ class Service:
         self.finished: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
         self._farewell = Farewell(now, say)
         self._is_finishing = False
-        self._progress_told_at = -PROGRESS_S
+        self._progress_timer: asyncio.TimerHandle | None = None
         #: Why nodes do not run yet, in the platform's words.
         self._waiting: dict[NodeId, str] = {}
 
@@ -132,8 +134,6 @@ class Service:
                 self._feed(ev.BeatReceived(node_id, body))
                 # An answer renews the lease: not after it was decided that the node is lost.
                 self._follow(cmd.Reply(link.number, frame.call, _DONE))
-                if self._followers:
-                    self._tell_progress()
                 if self._showing is not None:
                     self._showing.progressed()
         elif isinstance(body, m.Dropped):
@@ -184,15 +184,21 @@ class Service:
     def _observe(self, link: Link, call: int, body: m.Observe) -> None:
         if body.follow:
             self._followers[link.number] = link
+            if self._progress_timer is None:
+                self._tell_progress_again()
         link.send(m.Observed(msgspec.json.encode(self.view())), call)
 
+    def _tell_progress_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._progress_timer = loop.call_later(PROGRESS_S, self._tell_progress)
+
     def _tell_progress(self) -> None:
-        """One line on how the job stands, at most once a second, to those who follow."""
-        now = self._now()
-        if now < self._progress_told_at + PROGRESS_S:
+        """One line on how the job stands, to those who follow, for as long as there are any."""
+        self._progress_timer = None
+        if not self._followers:
             return
-        self._progress_told_at = now
-        story = m.Story(now, "Progress", describe_progress(self.view()), {})
+        self._tell_progress_again()
+        story = m.Story(self._now(), "Progress", describe_progress(self.view()), {})
         for link in self._followers.values():
             link.send(story)
 
@@ -209,11 +215,15 @@ class Service:
                 self._farewell.left(event.node_id)
             case ev.NodeSeen():
                 self._seen(event)
-        # After the end every stream is closed: that is no news.
-        text = "" if self._is_finishing and isinstance(event, ev.NodeAbsent) else tell(event)
+        # After the end every node leaves: that is no news.
+        is_over = self._is_finishing and isinstance(event, ev.NodeAbsent | ev.NodeLost)
+        text = "" if is_over else tell(event)
         if not text:
             return
-        self._say(text)
+        # The launcher, on the same terminal, says itself how its job ended.
+        is_said = self._has_launcher and isinstance(event, ev.JobFinished) and not event.ok
+        if not is_said:
+            self._say(text)
         if self._showing is not None:
             self._showing.happened(event, text)
         story = m.Story(now, type(event).__name__, text, fields_of(event))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each fact as one sentence for people. Facts that are nobody's news have none."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.core.job import events as ev
@@ -73,6 +73,11 @@ def _tell_of_worlds(event: Event) -> str:
         case ev.WorldStarted():
             others = f", {event.others}" if event.others else ""
             return f"round {event.round}: all workers run ({event.how} start{others})"
+        case ev.FirstStepLate():
+            return (
+                f"round {event.round}: not every worker has reported a step in "
+                f"{event.waited_s:.0f} s; the workers are left alone"
+            )
         case ev.WorldBroken():
             return f"round {event.round} is over: {event.reason}{_pause(event)}"
         case ev.WorldDone():
@@ -165,21 +170,91 @@ def fields_of(event: Event) -> dict[str, str | int | float]:
 
 
 def describe_progress(view: Mapping[str, Any]) -> str:
-    """The status line of a running job."""
-    world, progress = view["world"], view["progress"]
-    nodes, workers = _count(len(world["nodes"]), "node"), _count(world["world_size"], "worker")
-    done = progress["step"] if progress["step"] >= 0 else progress["steps_total"]
-    parts = [f"round {world['round']}", nodes, workers, f"step {done}"]
-    if world["state"] != "running":
-        parts = [f"round {world['round']} is {world['state']}"]
-        if "starts_in_s" in world:
-            parts.append(f"the next starts in {world['starts_in_s']:.0f} s")
+    """The status line of a running job. A narrow terminal cuts it: what matters most comes first.
+
+    "warm": workers that had to be restarted now would start warm, on every node.
+    """
+    progress, incidents = view["progress"], view["progress"]["incidents"]
+    open_one = incidents[-1] if incidents and not incidents[-1]["closed"] else None
+    if open_one is not None:
+        parts = [_recovery(open_one, view["world"]), _step(progress)]
+    elif progress["stage"] in ("idle", "rendezvous", "restart", "start"):
+        parts = [f"{progress['stage']} for {_short(progress['stage_s'])}", _step(progress)]
+    else:
+        parts = [_step(progress), _speed(progress), _left(view)]
+    parts.append(_warmth(view["nodes"]))
+    if open_one is None and incidents:
+        parts.append(_last(incidents[-1], view["time_s"]))
     restarts = sum(view["restarts"].values())
-    if restarts:
-        parts.append(_count(restarts, "restart"))
+    parts.append(_count(restarts, "restart") if restarts else "")
     if progress["goodput"] is not None:
         parts.append(f"goodput {progress['goodput']:.0%}")
-    return f"{view['job']}: {', '.join(parts)}"
+    parts += [_world(view["world"]), view["job"]]
+    return " | ".join(filter(None, parts))
+
+
+def _step(progress: Mapping[str, Any]) -> str:
+    done = progress["step"] if progress["step"] >= 0 else progress["steps_total"]
+    of = f" of {progress['steps_wanted']:,}" if progress["steps_wanted"] else ""
+    return f"step {done:,}{of}" if done else ""
+
+
+def _speed(progress: Mapping[str, Any]) -> str:
+    per_s = progress["steps_per_s"]
+    if per_s is None:
+        is_late = progress["step_age_s"] >= 0
+        return f"no step for {_short(progress['step_age_s'])}" if is_late else ""
+    return f"{per_s:.1f} steps/s" if per_s >= 1 else f"{1 / per_s:.1f} s/step"
+
+
+def _left(view: Mapping[str, Any]) -> str:
+    """For how long it still trains: by the script's own word, or by the only dataset it reads."""
+    if (left_s := view["progress"]["left_s"]) is not None:
+        return f"{_short(left_s)} left"
+    reading = [one for one in view["datasets"] if not one["is_over"] and one["epoch_left_s"] >= 0]
+    if len(reading) != 1:
+        return ""
+    (one,) = reading
+    of = f" of {one['epochs']}" if one["epochs"] else ""
+    return f"epoch {one['epoch'] + 1}{of}, {_short(one['epoch_left_s'])} left in it"
+
+
+def _recovery(incident: Mapping[str, Any], world: Mapping[str, Any]) -> str:
+    """What the job is at while it does not train."""
+    text = f"recovering for {_short(incident['open_s'])} ({incident['part'] or incident['stage']})"
+    if "starts_in_s" in world:
+        text += f", the next round starts in {world['starts_in_s']:.0f} s"
+    return f"{text}: {incident['reason']}"
+
+
+def _last(incident: Mapping[str, Any], now: float) -> str:
+    took = f" ({_short(incident['recovery_s'])})" if incident["recovery_s"] > 0 else ""
+    return f"{_short(now - incident['at_s'])} ago: {incident['reason']}{took}"
+
+
+def _warmth(nodes: Sequence[Mapping[str, Any]]) -> str:
+    known = [node["warm"] for node in nodes if node.get("warm") is not None]
+    if not known or len(set(known)) == 1:
+        return "" if not known else "warm" if known[0] else "cold"
+    return f"{sum(known)} of {len(known)} nodes warm"
+
+
+def _world(world: Mapping[str, Any]) -> str:
+    nodes, workers = _count(len(world["nodes"]), "node"), _count(world["world_size"], "worker")
+    return f"round {world['round']}: {nodes}, {workers}" if world["nodes"] else ""
+
+
+def _short(seconds: float) -> str:
+    """Seconds in few letters."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
 
 
 def _pause(event: ev.WorldBroken) -> str:

@@ -35,6 +35,14 @@ class NodeView(Struct, frozen=True):
     nproc: int = 0
     warm: bool | None = None
     """Whether its workers would start warm, by its last beat; None if nobody knows."""
+    cpu: float | None = None
+    """Cores that its workers use, by its last beat; so are the next two. None if nobody knows."""
+    memory_bytes: int | None = None
+    steps_per_s: float | None = None
+    beat_age_s: float | None = None
+    """Since its last beat."""
+    log_dir: str = ""
+    """On its host: the output of its workers, and the log of its agent."""
 
 
 class IncidentView(Struct, frozen=True):
@@ -67,6 +75,12 @@ class ProgressView(Struct, frozen=True):
     step_age_s: float = -1.0
     """Since the last step that a beat told; -1 if none did."""
     steps_total: int = 0
+    steps_per_s: float | None = None
+    """Over the last 15 to 30 seconds; None while no steps are made."""
+    steps_wanted: int = 0
+    """How many the script wants to make in all, in the counting of `step`; 0 if it does not say."""
+    left_s: float | None = None
+    """Until then; None if that is not known."""
     stage: str = ""
     stage_s: float = 0.0
     seconds: dict[str, float] = {}

@@ -69,6 +69,13 @@ class JobSpec:
     """A world without any step for this long hangs. None: the pauses of the job so far decide;
     infinite: nobody looks."""
 
+    first_step_s: float = 7200.0
+    """The workers of a round have this long for their first step. Later it is said, and in a job
+    that has stepped before they are restarted. Infinite: no limit."""
+
+    retry_mistakes: bool = False
+    """Whether a mistake in the program (model.node.is_mistake) is retried like another failure."""
+
     reconnect_s: float = 0.3
     """How long an agent whose stream broke may take to come back before it counts as lost."""
 

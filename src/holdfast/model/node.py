@@ -2,6 +2,7 @@
 """Nodes: their phases, why they end, and what the platform says about them."""
 
 import enum
+import re
 
 
 class Phase(enum.StrEnum):
@@ -65,17 +66,44 @@ _KILLED_CODES = frozenset({137, 143})
 _SIGHUP, _SIGINT, _SIGKILL, _SIGTERM = 1, 2, 9, 15
 
 
-def classify_exit(code: int | None, signal: int | None, *, oom: bool = False) -> ExitReason:
+_KILLED_LOADER = re.compile(
+    r"DataLoader worker \(pid \d+\) is killed by signal: (Killed|Terminated)"
+)
+
+FAILED_WITH = "failed with "
+"""What stands before an error that a program left, to make a sentence of it."""
+
+_MISTAKES = frozenset(
+    ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
+)
+
+WRONG_ARGUMENT = "ArgumentError"
+"""How the message of a program begins whose own command line argparse refused."""
+
+
+def classify_exit(
+    code: int | None, signal: int | None, *, oom: bool = False, said: str = ""
+) -> ExitReason:
     """The failure class of a process from its exit code or signal.
 
     `oom` is what the platform or the kernel's memory events say; a SIGKILL alone does not prove it.
+    `said` is the error that the program left. A loader process that was killed, by the kernel for
+    want of memory or by a person, ends the program with an error of torch's: that is a kill too.
     """
     if oom or code in _OOM_CODES:
         return ExitReason.OOM
-    if signal in (_SIGKILL, _SIGTERM, _SIGHUP, _SIGINT) or code in _KILLED_CODES:
+    is_killed = signal in (_SIGKILL, _SIGTERM, _SIGHUP, _SIGINT) or code in _KILLED_CODES
+    if is_killed or (signal is None and _KILLED_LOADER.search(said)):
         return ExitReason.KILLED
     if signal is not None or code in _ERROR_CODES:
         return ExitReason.ERROR
     if code in _HARDWARE_CODES:
         return ExitReason.HARDWARE
     return ExitReason.UNKNOWN
+
+
+def is_mistake(message: str) -> bool:
+    """Whether a program that says this would say the same again: a typo, a module that is not
+    there, a wrong flag. Never a time-out, a refused connection or a missing file: those pass."""
+    kind = message.removeprefix(FAILED_WITH).partition(":")[0]
+    return kind in _MISTAKES or kind == WRONG_ARGUMENT

@@ -140,6 +140,8 @@ class Attach(Message, frozen=True):
     """The name of the agent's process (runtime/process_names.py); empty if there is none."""
     ended_key: str = ""
     """The key under which this process was given up: the workers of that time have ended."""
+    log_dir: str = ""
+    """The folder on its host with the output of its workers and its own log."""
 
 
 class Attached(Message, frozen=True):
@@ -204,6 +206,9 @@ class FailureInfo(Struct, frozen=True, array_like=True):
     """How long before this report it ended."""
     last_step_ago_s: float = -1.0
     """How long before this report the node's last step finished; -1 if it never did."""
+    alike: int = 0
+    """All workers of the node, so many, made this mistake before any step; 0: it is no mistake, or
+    not everybody's. See model.node.is_mistake."""
 
 
 class WorkersFailed(Message, frozen=True):
@@ -226,7 +231,6 @@ class Leave(Message, frozen=True):
 class Beat(Message, frozen=True):
     """Liveness, progress and use in one: the only periodic message there is.
 
-    (The use of processors and memory is sent; the master does not read it yet.)
     Its answer renews the agent's lease, counted from when the beat was sent.
     """
 
@@ -248,6 +252,8 @@ class Beat(Message, frozen=True):
     """The step that the script last gave to `Checkpointer.save`, -1 if none."""
     warm: bool | None = None
     """Whether workers started here now would find their modules loaded; None if they never do."""
+    total_steps: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Steps that the script wants to make in all, in its own counting; 0 if it does not say."""
 
 
 # ---- master to agent, pushed --------------------------------------------------------------------

@@ -16,7 +16,14 @@ class EndSignals:
     program started, as under nohup.
     """
 
-    def __init__(self, more: Iterable[signal.Signals] = ()) -> None:
+    def __init__(
+        self,
+        more: Iterable[signal.Signals] = (),
+        *,
+        first: Callable[[signal.Signals], None] = lambda number: None,
+    ) -> None:
+        """`first` is told of the first signal, before anything is done about it."""
+        self._first: Callable[[signal.Signals], None] | None = first
         self._kept: list[signal.Signals] = []
         self._handle: Callable[[signal.Signals], None] = self._kept.append
         loop = asyncio.get_running_loop()
@@ -33,6 +40,9 @@ class EndSignals:
             handle(number)
 
     def _take(self, number: signal.Signals) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            first(number)
         self._handle(number)
 
 

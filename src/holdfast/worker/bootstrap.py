@@ -26,6 +26,10 @@ PROGRAM = f"{_OUR_FILES}__main__.py"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _OPTIMIZER = "torch.optim.optimizer"
 _COMMAND_NOT_FOUND = 127
+_USAGE_EXIT = 2
+"""What argparse ends a program with whose arguments it refuses."""
+_WRONG_ARGUMENT = "ArgumentError"
+"""As model.node has it: a worker imports nothing of ours but this package."""
 
 
 class RunMode(StrEnum):
@@ -92,6 +96,7 @@ def run(assignment: Assignment) -> None:
         after_import={_OPTIMIZER: _count_steps_in(cell)} if cell else {},
     )
     sys.argv = list(assignment.argv)
+    _explain_breakpoints()
     try:
         load = _load_script if assignment.mode is RunMode.SCRIPT else _load_module
         module, code = load(assignment.argv[0])
@@ -102,8 +107,35 @@ def run(assignment: Assignment) -> None:
             cell.begin(time.monotonic())
         exec(code, module.__dict__)
     except BaseException as error:
-        _prepare_traceback(error)
+        try:
+            _prepare_traceback(error)
+        except RuntimeError as cause:
+            # The program's signal handler raised this here: torch's, when a loader process dies,
+            # whose broken pipe was the error before.
+            _prepare_traceback(cause)
         raise
+
+
+_NEEDS_TERMINAL = (
+    "{what} needs a terminal: use --nproc-per-node 1, or --debug-rank {rank}, on a terminal"
+)
+
+
+def _explain_breakpoints() -> None:
+    """A debugger at the end of an empty input ends the program with a traceback of its own."""
+    is_pythons_own = sys.breakpointhook is sys.__breakpointhook__
+    if is_pythons_own and "PYTHONBREAKPOINT" not in os.environ and not os.isatty(0):
+        sys.breakpointhook = _refuse_breakpoint
+
+
+def _refuse_breakpoint(*_args: object, **_options: object) -> None:
+    caller = sys._getframe(1)
+    what = f"{caller.f_code.co_filename}:{caller.f_lineno}: breakpoint()"
+    sys.exit(_needs_terminal(what))
+
+
+def _needs_terminal(what: str) -> str:
+    return f"holdfast: {_NEEDS_TERMINAL.format(what=what, rank=os.environ.get('RANK', '0'))}"
 
 
 def _wait_until_registered(assignment: Assignment) -> None:
@@ -189,9 +221,14 @@ def _new_main(file: str, loader: Any) -> ModuleType:
 def _prepare_traceback(error: BaseException) -> None:
     """Python prints the error itself after we are gone; it only gets the user's part to print."""
     if isinstance(error, SystemExit):
+        if (refusal := _refused_arguments(error)) is not None:
+            _write_error_file(f"{_WRONG_ARGUMENT}: {refusal[0]}", refusal[1])
         return
     if not isinstance(error, KeyboardInterrupt):
-        _write_error_file(error)
+        import traceback
+
+        stack = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
+        _write_error_file(f"{type(error).__name__}: {error}", "".join(stack))
     show = sys.excepthook
 
     def show_users_part(
@@ -199,6 +236,9 @@ def _prepare_traceback(error: BaseException) -> None:
     ) -> None:
         trace = _users_part(trace)
         show(kind, value.with_traceback(trace), trace)
+        is_prompt = kind.__name__ == "BdbQuit" or str(value) == "EOF when reading a line"
+        if is_prompt and not os.isatty(0):
+            print(_needs_terminal("to ask you something"), file=sys.stderr)
 
     sys.excepthook = show_users_part
 
@@ -209,20 +249,27 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _write_error_file(error: BaseException) -> None:
+def _refused_arguments(error: SystemExit) -> tuple[str, str] | None:
+    """What argparse refused, and the usage that it printed; None if it was not argparse."""
+    argparse, trace = sys.modules.get("argparse"), error.__traceback__
+    while error.code == _USAGE_EXIT and argparse is not None and trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code is argparse.ArgumentParser.error.__code__:
+            parser, message = frame.f_locals["self"], frame.f_locals["message"]
+            return message, f"{parser.format_usage()}{parser.prog}: error: {message}\n"
+    return None
+
+
+def _write_error_file(message: str, stack: str) -> None:
     """The file by which torch elastic's tools learn the cause, unless the program wrote it."""
     path = os.environ.get(_ERROR_FILE)
     if not path or (os.path.exists(path) and os.path.getsize(path) > 0):
         return
-    import traceback
-
-    stack = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
     try:
         with open(path, "w", encoding="utf-8") as file:
             # When the file was opened is when the error happened.
             now_s = int(os.fstat(file.fileno()).st_mtime)
-            details = {"py_callstack": "".join(stack), "timestamp": str(now_s)}
-            message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
-            json.dump({"message": message}, file)
+            details = {"py_callstack": stack, "timestamp": str(now_s)}
+            file.write(json.dumps({"message": {"message": message, "extraInfo": details}}))
     except OSError as failure:
         print(f"holdfast: cannot write the error file {path}: {failure}", file=sys.stderr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a worker has come: 64 bytes that the worker writes and its agent reads.
+"""How far a worker has come: 72 bytes that the worker writes and its agent reads.
 
 Shared memory, because a training step must not pay for a system call. Every field is one aligned
 8-byte word (little-endian, as every machine we run on is), written whole, so that a reader never
@@ -11,9 +11,9 @@ import mmap
 import os
 from typing import NamedTuple
 
-CELL_BYTES = 64
+CELL_BYTES = 72
 
-_STEPS, _REPORTED, _REPORTS, _SAVED, _SAVES = 0, 3, 5, 6, 7
+_STEPS, _REPORTED, _REPORTS, _SAVED, _SAVES, _TOTAL = 0, 3, 5, 6, 7, 8
 _FIRST_AT, _LAST_AT, _MAIN_AT = 1, 2, 4
 
 
@@ -35,6 +35,8 @@ class Progress(NamedTuple):
     """The step that the program saved last; -1 when it saved none."""
     saves: int
     """How many saves followed each other as steps do."""
+    total_steps: int
+    """How many steps the program wants to make in all; 0 when it does not say."""
 
 
 class ProgressCell:
@@ -81,8 +83,10 @@ class ProgressCell:
         self._times[_LAST_AT] = now
         self._ints[_STEPS] = steps + 1
 
-    def report(self, step: int, now: float) -> None:
-        """The program says which step it has finished, in its own counting."""
+    def report(self, step: int, now: float, total: int | None = None) -> None:
+        """The program says which step it has finished, and of how many, in its own counting."""
+        if total is not None:
+            self._ints[_TOTAL] = max(0, total)
         if self._times[_FIRST_AT] == 0.0:
             self._times[_FIRST_AT] = now
         self._times[_LAST_AT] = now
@@ -109,6 +113,7 @@ class ProgressCell:
             reports=self._ints[_REPORTS],
             saved_step=self._ints[_SAVED],
             saves=self._ints[_SAVES],
+            total_steps=self._ints[_TOTAL],
         )
 
     def close(self) -> None:

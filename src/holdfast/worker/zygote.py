@@ -161,7 +161,7 @@ def serve(settings: Settings) -> Assignment | None:
     os.environ.__class__ = _WatchedEnviron
     forked = False
     while True:
-        data, fds, _, _ = socket.recv_fds(channel, MESSAGE_BYTES_MAX, 3)
+        data, fds, _, _ = socket.recv_fds(channel, MESSAGE_BYTES_MAX, 4)
         if not data:
             os._exit(0)
         message = json.loads(data)
@@ -229,11 +229,10 @@ def _fork_and_leave(tell: int) -> None:
 
 def _put_on(message: dict[str, Any], fds: list[int], *, forked: bool) -> Assignment:
     """Take over everything a freshly executed worker would have been given."""
-    stdout, stderr, line = fds
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    os.close(stdout)
-    os.close(stderr)
+    line, stdout, stderr, *stdin = fds
+    for given, stream in ((stdout, 1), (stderr, 2), *((fd, 0) for fd in stdin)):
+        os.dup2(given, stream)
+        os.close(given)
     os.environ.clear()
     os.environ.update(message["env"])
     os.chdir(message["cwd"])

@@ -152,8 +152,6 @@ def test_standard_input(
         ["submit", "job.yaml", "--timeout=0"],
         ["logs", "job", "--tail=x"],
         ["delete"],
-        ["unknown"],
-        [],
     ],
 )
 def test_mistakes_on_the_command_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

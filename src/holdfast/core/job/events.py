@@ -291,6 +291,16 @@ class WorldHurt(Event):
     node_rank: NodeRank
     cause: m.FailureInfo | None
     last_step_ago_s: float
+    is_everywhere: bool = False
+    """Every worker of the world made the mistake that is the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStepLate(Event):
+    """The workers of a round have made no step in all the time that they have for the first."""
+
+    round: Round
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)

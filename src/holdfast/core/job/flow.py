@@ -34,6 +34,7 @@ NEWS = (
     ev.HostAvoided,
     ev.GroupMoved,
     ev.RankGivenUp,
+    ev.FirstStepLate,
     ev.IncidentClosed,
     ev.AttemptOpened,
     ev.CopyFailed,
@@ -71,7 +72,7 @@ class JobCore:
         return {
             **self.verdicts.view(),
             "world": self.rendezvous.view(now),
-            "nodes": [*self.nodes.view(), *self.roles.view()],
+            "nodes": [*self.nodes.view(now), *self.roles.view()],
             "wanted": {**self.nodes.wanted(), "roles": self.roles.wanted()},
             "progress": self.progress.view(now, saved_step),
             "store": self.sync.view(),
@@ -122,7 +123,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.WorldHurt, verdicts)
     core.route(ev.WorldBroken, progress, tallies, hangs, checkpoints, rendezvous, nodes)
     core.route(ev.WorldFormed, nodes, sync, verdicts, progress, checkpoints, tallies, shards, hangs)
-    core.route(ev.WorldFound, nodes, checkpoints, tallies, shards, hangs)
+    core.route(ev.WorldFound, nodes, verdicts, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldStarted, progress, verdicts)
     core.route(ev.FirstStepMade, verdicts, nodes)  # budgets come back; who shall go may go
     core.route(ev.WorldDone, checkpoints)  # the end waits for what is on its way to storage

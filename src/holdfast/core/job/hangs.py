@@ -11,6 +11,8 @@ How long a pause may be, unless the user says it in seconds:
 - `FACTOR` times the longest pause between two steps that this job has come out of by itself, but at
   most `PATIENT_S` more than it; at least `FLOOR_S`, and `PATIENT_S` while the job is young, because
   its first evaluation or save may still be ahead.
+- A round whose first step does not come within `first_step_s` is said to be late. It is restarted
+  only if the job has made steps before: a script that never reports any may be at work.
 - After a hang the place where it happened gets `FACTOR` times as long, until it is passed. So a
   pause that was taken for a hang is interrupted a few times at most, and known from then on.
 """
@@ -23,7 +25,7 @@ from msgspec.structs import replace
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, commit
+from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
@@ -73,6 +75,9 @@ class Hangs:
         self._still: set[NodeId] = set()
         #: Steps since the last hang, of the rounds that are over.
         self._made_before = 0
+        self._first_step_s = spec.first_step_s
+        #: When the first step of the present round is late; None once every node has made one.
+        self._late_at: float | None = None
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -93,23 +98,42 @@ class Hangs:
                 self._still.discard(event.node_id)
             case ev.WorldBroken() | ev.JobFinished():
                 self._watch_nobody()
+            case Tick() if self._late_at is not None and self._late_at <= now:
+                return self._late(now)
             case ev.JobOpened() if self._asked_s is None and event.rules.max_restarts == 0:
                 # Nothing may be restarted: a mere suspicion must not end the job.
                 self._asked_s = math.inf
         return NOTHING
 
     def deadline(self) -> float | None:
-        return None
+        return self._late_at
 
     def _watch(self, world: World, now: float) -> None:
         self._watch_nobody()
         self._round = world.round
+        self._late_at = now + self._first_step_s if math.isfinite(self._first_step_s) else None
         self._said = {one.node_id: _Said(one.node_rank, now) for one in world.members}
 
     def _watch_nobody(self) -> None:
         self._made_before += max((said.made for said in self._said.values()), default=0)
         self._said.clear()
         self._still.clear()
+        self._late_at = None
+
+    def _late(self, now: float) -> Outcome:
+        """The time for the first step of the round is over."""
+        self._late_at = None
+        has_stepped = self._known.first_step_at >= 0 and not any(
+            said.steps for said in self._said.values()
+        )
+        if not has_stepped or self._asked_s == math.inf:
+            return Outcome(facts=[ev.FirstStepLate(self._round, self._first_step_s)])
+        message = f"no worker has made its first step in {self._first_step_s:.0f} s"
+        outcome = Outcome(
+            facts=[ev.WorldHurt(self._round, ExitReason.STALLED, message, NodeRank(-1), None, -1.0)]
+        )
+        self._watch_nobody()
+        return outcome
 
     def _came_back(self, node_id: NodeId, now: float) -> None:
         """Its workers may have been held still while it was away: that was no pause of theirs."""
@@ -133,6 +157,8 @@ class Hangs:
             self._pass(outcome, self._made_before + said.made, beat.step)
         said.steps, said.step = beat.steps, beat.step
         said.stepped_at, said.quiet_s = now - quiet_s, quiet_s
+        if self._late_at is not None and all(other.steps for other in self._said.values()):
+            self._late_at = None
         if said.made < WARM_STEPS or quiet_s <= self._patience_s(now):
             self._still.discard(node_id)
         else:

@@ -3,12 +3,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.failed_hosts import FailedHosts
 from holdfast.core.job.lives import Lives
+from holdfast.core.job.pace import Pace
 from holdfast.core.job.since import Since
 from holdfast.core.job.wanted import Wanted
 from holdfast.core.kernel import Outcome, Record
@@ -53,8 +54,12 @@ class NodeState:
     replaces: NodeId = NOBODY
     #: Since when its rank has no agent, as long as it has none itself; -1: nobody knows.
     down_since_s: float = -1.0
-    #: Volatile, from its beats: whether its workers would start warm; None: nobody knows.
-    warm: bool | None = None
+    #: On its host: the output of its workers, and the agent's own log.
+    log_dir: str = ""
+    #: Volatile: its last beat, and when it came; None as long as this master has had none.
+    beat: m.Beat | None = None
+    beat_at: float = 0.0
+    pace: Pace = field(default_factory=Pace)
 
     def plan(self) -> rec.NodePlanned:
         """Its order."""
@@ -80,10 +85,21 @@ class NodeState:
             host=self.host,
             topology=self.topology,
             process=self.process,
+            log_dir=self.log_dir,
         )
 
-    def view(self) -> dict[str, object]:
+    def heard(self, beat: m.Beat, now: float) -> None:
+        """A beat came."""
+        if self.beat is None or beat.round != self.beat.round:
+            self.pace = Pace()
+        if beat.steps > 0:
+            self.pace.heard(beat.steps, now - beat.last_step_ago_s)
+        self.beat, self.beat_at = beat, now
+
+    def view(self, now: float) -> dict[str, object]:
         """As people see it."""
+        beat = self.beat if self.phase is Phase.RUNNING else None
+        per_s = None if beat is None else self.pace.per_s(now)
         return {
             "node_id": self.node_id,
             "node_rank": self.node_rank,
@@ -96,7 +112,12 @@ class NodeState:
             "relaunches": self.relaunches,
             "memory_mib": self.memory_mib,
             "message": self.message,
-            "warm": self.warm if self.phase is Phase.RUNNING else None,
+            "warm": None if beat is None else beat.warm,
+            "cpu": None if beat is None else round(beat.cpu, 2),
+            "memory_bytes": None if beat is None else beat.memory,
+            "steps_per_s": None if per_s is None else round(per_s, 4),
+            "beat_age_s": None if beat is None else round(now - self.beat_at, 3),
+            "log_dir": self.log_dir,
         }
 
 
@@ -249,7 +270,8 @@ class NodeTable:
         node.incarnation = Incarnation(record.incarnation)
         node.agent_key = record.agent_key
         node.nproc, node.host, node.topology = record.nproc, record.host, record.topology
-        node.process = record.process
+        node.process, node.log_dir = record.process, record.log_dir
+        node.beat = None
         self.by_key[record.agent_key] = node_id
         self.live_by_rank[node.node_rank] = node_id
         self.next_node_id = max(self.next_node_id, record.node_id + 1)
@@ -335,7 +357,7 @@ class NodeTable:
         yield from self.hosts.snapshot()
         yield from self.lives.snapshot()
 
-    def view(self) -> list[dict[str, object]]:
+    def view(self, now: float) -> list[dict[str, object]]:
         """The table as people see it, live nodes first."""
         rows = sorted(self.nodes.values(), key=lambda n: (n.phase.is_final, n.node_rank))
-        return [node.view() for node in rows]
+        return [node.view(now) for node in rows]

@@ -54,7 +54,7 @@ class Nodes:
                 self._attach(outcome, event, now)
             case ev.BeatReceived():
                 if (node := self._table.nodes.get(event.node_id)) is not None:
-                    node.warm = event.beat.warm
+                    node.heard(event.beat, now)
                 return NOTHING
             case ev.NodeWarmed():
                 self._fleet.departures.make_room(outcome, self._table.nodes[event.node_id])
@@ -189,6 +189,7 @@ class Nodes:
             host=attach.host,
             topology=attach.topology,
             process=attach.process,
+            log_dir=attach.log_dir,
         )
         table.commit(outcome, record)
         return table.nodes[node_id]
@@ -280,9 +281,9 @@ class Nodes:
     def snapshot(self) -> Iterable[Record]:
         return self._table.snapshot()
 
-    def view(self) -> list[dict[str, object]]:
+    def view(self, now: float) -> list[dict[str, object]]:
         """The table as people see it."""
-        return self._table.view()
+        return self._table.view(now)
 
     def last_clock(self) -> tuple[str, float]:
         """The monotonic clock of the last master that began, and what it showed at job time 0."""

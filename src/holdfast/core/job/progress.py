@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
+from holdfast.core.job.pace import Pace
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId, Round
 from holdfast.model.use import Use
@@ -37,6 +38,11 @@ class _Heard:
     first_step_at: float = -1.0
     last_step_at: float = -1.0
     saved: int = -1
+    total: int = 0
+    """Steps that the script wants to make in all, in its own counting; 0 if it does not say."""
+    pace: Pace = field(default_factory=Pace)
+    own_pace: Pace = field(default_factory=Pace)
+    """By the step numbers that the script reports: they may count something else."""
     asked: set[NodeId] = field(default_factory=set)
     """Nodes whose workers all asked for a checkpoint."""
     imported_at: float = -1.0
@@ -154,6 +160,9 @@ class Progress:
         heard.last_step_at = max(heard.last_step_at, now - beat.last_step_ago_s)
         if heard.first_step_at < 0 and beat.first_step_ago_s >= 0:
             heard.first_step_at = max(0.0, now - beat.first_step_ago_s)
+            heard.pace.heard(1, heard.first_step_at)
+        heard.total = max(heard.total, beat.total_steps)
+        heard.pace.heard(heard.steps, heard.last_step_at)
         outcome = Outcome()
         if self._use in _BEFORE_A_STEP and heard.first_step_at >= 0:
             at = max(heard.first_step_at, self._until or 0.0)
@@ -165,6 +174,7 @@ class Progress:
             if heard.step < 0:
                 self._count_loss(outcome, first_step=beat.step - beat.steps + 1)
             heard.step = max(heard.step, beat.step)
+            heard.own_pace.heard(heard.step, heard.last_step_at)
         return outcome
 
     def _was_not_stepless(self, outcome: Outcome, first_step_at: float) -> None:
@@ -344,16 +354,32 @@ class Progress:
             incident["closed"] = True  # Another one followed, whatever came of it.
         if incidents and not incidents[-1]["closed"]:
             incidents[-1] |= self._open_incident(now, stage_s)
+        # What was saved may count something else than optimizer steps.
+        step = max(reached if reached >= 0 else self._heard.saved, saved_step)
         return {
-            # What was saved may count something else than optimizer steps.
-            "step": max(reached if reached >= 0 else self._heard.saved, saved_step),
+            "step": step,
             "step_age_s": round(now - last_step_at, 3) if last_step_at >= 0 else -1.0,
             "steps_total": self._steps_before + self._heard.steps,
+            **self._speed(now),
             "stage": str(self._use),
             "stage_s": round(stage_s, 3),
             "seconds": {str(use): round(seconds, 3) for use, seconds in spent.items()},
             "goodput": round(productive_s / total, 4) if is_known and total > 0 else None,
             "incidents": incidents,
+        }
+
+    def _speed(self, now: float) -> dict[str, object]:
+        """How fast it goes, and for how long it still will, where that is known."""
+        heard, is_stepping = self._heard, self._use is Use.PRODUCTIVE and not self._ended
+        per_s = heard.pace.per_s(now) if is_stepping else None
+        own_per_s = heard.own_pace.per_s(now) if is_stepping else None
+        left_s = None
+        if heard.total > 0 and own_per_s:
+            left_s = round(max(0, heard.total - heard.step) / own_per_s, 1)
+        return {
+            "steps_per_s": None if per_s is None else round(per_s, 4),
+            "steps_wanted": heard.total,
+            "left_s": left_s,
         }
 
     def _open_incident(self, now: float, stage_s: float) -> dict[str, object]:

@@ -104,6 +104,8 @@ class NodeAdmitted(Record, frozen=True):
     topology: str = ""
     process: str = ""
     """The name of the agent's process; empty if it did not say."""
+    log_dir: str = ""
+    """Its log folder; empty if it did not say."""
 
 
 class NodePhaseChanged(Record, frozen=True):

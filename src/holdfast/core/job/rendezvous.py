@@ -26,6 +26,7 @@ from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Push, Reply
 from holdfast.core.job.join_clock import JoinClock
+from holdfast.core.job.mistakes import Failure, Mistakes
 from holdfast.core.job.muster import Muster
 from holdfast.core.job.world_state import WorldState
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
@@ -55,6 +56,7 @@ class Rendezvous:
         #: What the next world will be formed for.
         self._next_why = "the job starts"
         self._clock = JoinClock()
+        self._mistakes = Mistakes()
         #: Whether nobody is there yet: everybody up to the maximum is expected.
         self._begins = True
         self._ended = False
@@ -157,9 +159,9 @@ class Rendezvous:
         return outcome
 
     def _broke(self, event: ev.WorldBroken, now: float) -> Outcome:
+        outcome = Outcome(commands=[*self._mistakes.answers()])
         if event.round != self._state.round or self._state.broken or self._ended:
-            return NOTHING
-        outcome = Outcome()
+            return outcome
         commit(self, outcome, rec.RoundBroken(self._state.round, event.reason, event.by_plan))
         assert self._rules is not None
         self._clock.wait(now, self._rules.join_timeout_s, event.pause_s)
@@ -175,7 +177,7 @@ class Rendezvous:
 
     def _over(self, event: ev.JobFinished) -> Outcome:
         """If the job goes on later, it is in another world than this one, which did not break."""
-        outcome = Outcome()
+        outcome = Outcome(commands=[*self._mistakes.answers()])
         if event.stopped and self._state.is_healthy:
             commit(self, outcome, rec.RoundBroken(self._state.round, event.reason, by_plan=True))
         return outcome
@@ -211,11 +213,16 @@ class Rendezvous:
             if len(self._state.done) == len(self._state.index):
                 outcome.facts.append(ev.WorldDone(self._state.round))
         elif isinstance(event, ev.FailureReported) and current:
-            outcome.facts.append(_hurt_by(event, self._state))
+            failure = self._mistakes.take(event, len(self._state.index), now)
+            if failure is None:
+                return outcome  # It is answered when more is known.
+            outcome.facts.append(_hurt_by(failure, self._state))
         outcome.commands.append(Reply(event.link, event.call, m.Done()))
         return outcome
 
     def _tick(self, now: float) -> Outcome:
+        if (failure := self._mistakes.give_up(now)) is not None:
+            return Outcome(facts=[_hurt_by(failure, self._state)])
         if self._clock.is_up(now):
             assert self._rules is not None
             reason = _why_given_up(self._rules, len(self._muster.ready))
@@ -247,7 +254,8 @@ class Rendezvous:
             # be started again for a newcomer; or nobody of the present world would be in the next.
             index = self._state.index
             is_same = size <= len(index) and self._muster.leaving.isdisjoint(index)
-            must_wait = self._hurt or is_same or bool(self._state.done)
+            is_judged_soon = self._hurt or self._mistakes.is_open
+            must_wait = is_judged_soon or is_same or bool(self._state.done)
             return must_wait or not self._muster.keeps_one_of(index)
         # Rule 4: a world that lost all its nodes may not be dead at all, and neither may one before
         # it whose last node went silent before it was told of the next.
@@ -282,7 +290,10 @@ class Rendezvous:
         return outcome
 
     def deadline(self) -> float | None:
-        return None if self._ended else self._clock.deadline()
+        if self._ended:
+            return None
+        times = (self._clock.deadline(), self._mistakes.deadline)
+        return min((at for at in times if at is not None), default=None)
 
     # ---- durable state --------------------------------------------------------------------------
 
@@ -333,10 +344,10 @@ def _why_given_up(rules: m.JobRules, ready: int) -> str:
     )
 
 
-def _hurt_by(event: ev.FailureReported, state: WorldState) -> ev.WorldHurt:
+def _hurt_by(failure: Failure, state: WorldState) -> ev.WorldHurt:
     assert state.world is not None
-    first = event.report.failures[0]
-    member = state.world.members[state.index[event.node_id]]
+    first = failure.first.report.failures[0]
+    member = state.world.members[state.index[failure.first.node_id]]
     return ev.WorldHurt(
         state.round,
         _known_reason(first.reason),
@@ -344,6 +355,7 @@ def _hurt_by(event: ev.FailureReported, state: WorldState) -> ev.WorldHurt:
         member.node_rank,
         first,
         first.last_step_ago_s,
+        is_everywhere=failure.is_everywhere,
     )
 
 

@@ -57,6 +57,8 @@ class Verdicts:
         #: How often in a row workers have failed at once.
         self._failed_starts = 0
         # Volatile.
+        #: Of the present world.
+        self._workers = 0
         #: When the present round began, or this master, if that was later.
         self._began_at = 0.0
         #: When the workers of the present world ran: counts for scripts that report no steps.
@@ -69,6 +71,8 @@ class Verdicts:
     def handle(self, event: Event, now: float) -> Outcome:
         if isinstance(event, ev.WorldFormed | ev.MasterStarted):
             self._began_at = now
+        if isinstance(event, ev.WorldFormed | ev.WorldFound):
+            self._workers = event.world.size
         match event:
             case ev.WorldHurt():
                 return self._judge(event, now)
@@ -113,6 +117,13 @@ class Verdicts:
         if self._closed is not None or event.round <= self._judged:
             return NOTHING
         self._judged = event.round
+        if event.is_everywhere and not (self._has_stepped or self._spec.retry_mistakes):
+            return self._end(
+                ok=False,
+                reason=f"{event.message}; {_why_not_again(self._workers)}",
+                cause=event.cause,
+                node_rank=event.node_rank,
+            )
         limit, budget = self._limit(event.reason), self._budgets.get(event.reason, _Budget())
         trained_s = self._trained_until(now - max(0.0, event.last_step_ago_s))
         used, back = budget.count - budget.back, 0.0
@@ -120,7 +131,7 @@ class Verdicts:
             back = min(used, (trained_s - budget.trained_s) * limit / BUDGET_BACK_S)
         follows = self._follows_a_loss(event, now)
         if used - back > limit - 1 and not follows:
-            allowed = _allowed(event.reason, limit)
+            allowed = _allowed(event.reason, limit, budget.count + 1)
             return self._end(
                 ok=False,
                 reason=f"{event.message}; {allowed}" if limit else event.message,
@@ -243,10 +254,17 @@ def _pause_after(failed_starts: int) -> float:
     return min(2.0 ** min(failed_starts - 2, 10), PAUSE_S_MAX)
 
 
-def _allowed(reason: ExitReason, limit: int) -> str:
-    times = "time" if limit == 1 else "times"
-    within = "" if reason in OF_THE_PROGRAM else f" in {BUDGET_BACK_S / 3600:g} h of training"
-    return f"it may be restarted {limit} {times}{within} for the reason {reason!s}"
+def _allowed(reason: ExitReason, limit: int, count: int) -> str:
+    if reason in OF_THE_PROGRAM:
+        return f"it failed {count} times; --max-restarts is {limit}"
+    return (
+        f"{limit} restarts in {BUDGET_BACK_S / 3600:g} h of training are the limit for {reason!s}"
+    )
+
+
+def _why_not_again(workers: int) -> str:
+    where = f"the same on {workers} ranks, " if workers > 1 else ""
+    return f"{where}before the first step: it is not tried again without --retry-mistakes"
 
 
 def _fact(closed: rec.JobClosed) -> ev.JobFinished:

@@ -8,9 +8,11 @@ what it leaves behind has ended, so that two rounds never run at once on one nod
 
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
 from holdfast.core.node import events as ev
-from holdfast.model.node import ExitReason, classify_exit
+from holdfast.model.node import ExitReason, classify_exit, is_mistake
 from holdfast.protocol import messages as m
 
 STOPPED_S = 5.0
@@ -19,6 +21,10 @@ STOPPED_S = 5.0
 TERMINATED_S = 0.2
 """How long a worker that SIGTERM ended is no failure yet: SLURM and systemd send it to every
 process of a job, and this agent may only be about to get its own."""
+
+MISTAKE_S = 5.0
+"""How long a mistake that a worker made before any step waits for the same of the others. A mistake
+of all is not tried again, and their errors need not be shown once each."""
 
 _SIGTERM = 15
 
@@ -43,8 +49,11 @@ class Workers:
         self._live: set[int] = set()
         self._exited: set[int] = set()
         self._stopped: dict[int, float] = {}
-        #: A failure that may only be the beginning of a stop, and when it is one.
+        #: A failure that may only be the beginning of a stop, or of the same failure of all, and
+        #: until when that is open.
         self._doubt: tuple[m.FailureInfo, float] | None = None
+        #: Of the workers that have ended, how many made the mistake that is in doubt.
+        self._alike = 0
         self._lease_until: float | None = None
         self._is_held = False
         self._exit: ev.ExitAgent | None = None
@@ -211,12 +220,13 @@ class Workers:
         if self._run is None or self._is_ending:
             return self._settle()
         if self._doubt is not None:
-            return NOTHING  # Whatever the first one's end turns out to be, this one follows it.
+            return self._follows(self._doubt[0], event)
         if event.code == 0:
             if not self._live and not self._is_starting and len(self._exited) == self._nproc:
                 return Outcome(commands=[ev.Report(m.WorkersDone(self._run.round))])
             return NOTHING
-        reason = classify_exit(event.code, event.signal)
+        said = f"{event.message}\n{event.traceback}"
+        reason = classify_exit(event.code, event.signal, said=said)
         message = event.message or _how_it_ended(event)
         failure = _failure(
             self._run,
@@ -232,11 +242,26 @@ class Workers:
         if event.signal == _SIGTERM:
             self._doubt = (failure, now + TERMINATED_S)
             return NOTHING
+        if is_mistake(message) and event.last_step_ago_s < 0:
+            self._doubt, self._alike = (failure, now + MISTAKE_S), 0
+            return self._follows(failure, event)
         return self._fail(failure)
+
+    def _follows(self, first: m.FailureInfo, event: ev.WorkerExited) -> Outcome:
+        """A worker ended while the failure of the first is in doubt."""
+        if not is_mistake(first.message):
+            return NOTHING  # Whatever the first one's end turns out to be, this one follows it.
+        if (event.message, event.traceback) != (first.message, first.traceback):
+            return self._fail(first)
+        self._alike += 1
+        if self._alike < self._nproc:
+            return NOTHING
+        return self._fail(replace(first, alike=self._alike))
 
     def _fail(self, failure: m.FailureInfo) -> Outcome:
         """Report the first failure at once; the others of this group are its consequences."""
         assert self._run is not None
+        self._doubt = None
         report = m.WorkersFailed(self._run.round, (failure,))
         outcome = Outcome(commands=[ev.Report(report)])
         outcome.add(self._head_for(self._next, gently=False))
@@ -270,8 +295,7 @@ class Workers:
     def _tick(self, now: float) -> Outcome:
         outcome = Outcome()
         if self._doubt is not None and self._doubt[1] <= now:
-            failure, self._doubt = self._doubt[0], None
-            outcome.add(self._fail(failure))
+            outcome.add(self._fail(self._doubt[0]))
         for local_rank, at in list(self._stopped.items()):
             if at <= now and not self._is_ending and self._run is not None:
                 message = f"was stopped by a signal and did not continue within {STOPPED_S:g} s"

@@ -19,6 +19,7 @@ NEWS = {
     "RankGivenUp": True,
     "WorldFormed": False,
     "WorldBroken": True,
+    "FirstStepLate": True,
     "IncidentClosed": False,
     "RestoreAgreed": False,
     "AttemptFailed": True,

@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_callback import ExportableState
 
+from holdfast.client import report_step
 from holdfast.model.errors import UsageError
 from holdfast.torch import MEMORY, STORAGE, Checkpointer, Saved, Tier
 from holdfast.torch.files import LoadedFiles
@@ -258,6 +259,7 @@ class _AfterEachStep(TrainerCallback):
         self._trainer.flash_resumed()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        report_step(state.global_step, state.max_steps)
         if not control.should_save and self._trainer.flash_is_due(state.global_step):
             self._trainer.flash_save(MEMORY)
 
