@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SOURCE = "src/holdfast/*"
 TESTS = "tests/*"
-FOLDERS = ("src", "tests", "bench", "examples")
+FOLDERS = ("src", "tests", "bench", "examples", "packages")
 ALL = tuple(f"{folder}/*" for folder in FOLDERS)
 
 # Started by us, but the user's process from then on: these have nobody above them who would know.

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package does not have: one sentence for each, which names the page and what to use."""
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+PAGE = "docs/from-dlrover.md"
+
+INSTEAD = {
+    "dlrover.trainer.torch.flash_checkpoint.deepspeed": (
+        "use holdfast.torch.adapters.deepspeed.DeepSpeedCheckpointer",
+        "checkpoints",
+    ),
+    "dlrover.trainer.torch.flash_checkpoint.hf_trainer": (
+        "use holdfast.torch.adapters.transformers.FlashTrainer",
+        "checkpoints",
+    ),
+    "dlrover.trainer.torch.flash_checkpoint.megatron": (
+        "use holdfast.torch.adapters.megatron",
+        "checkpoints",
+    ),
+    "dlrover.trainer.torch.flash_checkpoint.megatron_dist_ckpt": (
+        "Holdfast does not cover Megatron's dist_checkpointing",
+        "checkpoints",
+    ),
+    "dlrover.trainer.torch.flash_checkpoint": (
+        "use holdfast.torch.Checkpointer",
+        "checkpoints",
+    ),
+    "dlrover.trainer.torch.node_check": ("Holdfast does not check nodes yet", "commands"),
+    "dlrover.trainer.torch.elastic_run": ("use the command dlrover-run", "commands"),
+    "dlrover.trainer.torch": ("use holdfast.torch", "data-and-trainer"),
+    "dlrover.trainer": (
+        "the TensorFlow executor does not exist yet; for data use "
+        "holdfast.tensorflow.data.ShardedDataset",
+        "tensorflow-unified-jobs-and-diagnosis",
+    ),
+    "dlrover.python.common.storage": (
+        "give the checkpointer a directory or an fsspec URL",
+        "checkpoints",
+    ),
+    "dlrover.python.elastic_agent.sharding": (
+        "use holdfast.client.data.DataShards",
+        "data-and-trainer",
+    ),
+    "dlrover.python.master": ("use `holdfast master` or the operator", "commands"),
+    "dlrover.python.unified": (
+        "jobs of several roles do not exist yet",
+        "tensorflow-unified-jobs-and-diagnosis",
+    ),
+    "dlrover.python": (
+        "what DLRover has inside has no counterpart here",
+        "tensorflow-unified-jobs-and-diagnosis",
+    ),
+    "dlrover": ("Holdfast has nothing of that name", "imports"),
+}
+"""By the beginning of a dotted name: what there is instead, and where the page says so."""
+
+
+class NotInHoldfastError(ImportError, NotImplementedError):
+    """A name, an argument or a method of DLRover's that Holdfast does not have."""
+
+
+def sentence(name: str, instead: str = "") -> str:
+    """Why `name` cannot be had, in one sentence."""
+    beginning = name
+    while beginning not in INSTEAD:
+        beginning = beginning.rpartition(".")[0] or "dlrover"
+    found, anchor = INSTEAD[beginning]
+    return f"{name} is not available on Holdfast: {instead or found} ({PAGE}#{anchor})"
+
+
+def refuse(name: str, instead: str = "") -> NoReturn:
+    raise NotInHoldfastError(sentence(name, instead))
+
+
+def missing(module: str) -> Callable[[str], object]:
+    """A module's `__getattr__`: names that DLRover's module has and ours has not."""
+
+    def find(name: str) -> object:
+        # Python itself asks modules for names like __path__, and expects an AttributeError.
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        refuse(f"{module}.{name}")
+
+    return find
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Comes last: it is asked for modules of this package that are not there."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname.startswith("dlrover."):
+            refuse(fullname)
+        return None
+
+
+def install() -> None:
+    """Have missing modules refused in words, once per process."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+def refuse_beside_the_real_one() -> None:
+    """Refuse to be imported where DLRover itself is installed: its files have the same names."""
+    try:
+        version = metadata.version("dlrover")
+    except metadata.PackageNotFoundError:
+        return
+    raise ImportError(
+        f"dlrover {version} is installed beside holdfast-dlrover-compat, and both have the package "
+        f"dlrover: uninstall both, then install the one that you want ({PAGE}#imports)"
+    )

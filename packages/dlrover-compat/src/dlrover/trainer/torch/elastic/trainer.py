@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer without a fixed global batch; for that Holdfast's own drives the steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dlrover import _refused
+
+__getattr__ = _refused.missing(__name__)
+
+
+class ElasticTrainer:
+    """Counts steps. Holdfast sees a torch optimizer step by itself, so nothing is wrapped."""
+
+    def __init__(self, model: torch.nn.Module, dataloader: object = None) -> None:
+        self.model, self.dataloader = model, dataloader
+        self.num_steps = 0
+
+    def prepare(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> Any:
+        """The optimizer, and the scheduler if there is one, as they are."""
+        return optimizer if lr_scheduler is None else (optimizer, lr_scheduler)
+
+    @contextmanager
+    def step(self, fix_total_batch_size: bool = False) -> Iterator[None]:
+        """One step of the training."""
+        if fix_total_batch_size:
+            _refused.refuse(
+                f"{__name__}.ElasticTrainer.step(fix_total_batch_size=True)",
+                "holdfast.torch.ElasticTrainer keeps the global batch, in a loop of another shape",
+            )
+        yield
+        self.num_steps += 1
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        self.num_steps = 0
