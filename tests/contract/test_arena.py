@@ -21,6 +21,7 @@ from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.errors import RejectedError, StateError
 from tests.disks import small_disk
+from tests.waiting import until
 
 MIB = 1024 * 1024
 SIZE = 100_000
@@ -133,10 +134,36 @@ def test_a_pinned_slot_is_not_given_away(arena: Arena) -> None:
         assert path == new.path
         arena.give_back(new.path)
         with arena.pin(new.path, "being copied to node 3"):
+            spare = granted(arena, SIZE, 2)
+            assert spare not in (old.path, new.path)
             busy = arena.grant(KEY, SIZE, 2)
             assert isinstance(busy, Busy)
-            assert "being copied to node 3, on its way to storage" in busy.why
-    assert arena.grant(KEY, SIZE, 2) == old.path
+            assert "being copied to node 3, being written, on its way to storage" in busy.why
+            arena.give_back(spare)
+    assert len(steps(arena)) == 2
+
+
+def test_a_newest_that_would_be_overwritten_each_time_gets_a_neighbour(arena: Arena) -> None:
+    """What is safe and what goes to storage are held still for long: while the master is away."""
+    stored, safe = save(arena, 50, slots=3), save(arena, 51, slots=3)
+    with arena.pin(stored.path, "on its way to storage"), arena.pin(safe.path, "it is safe"):
+        save(arena, 52, slots=3)
+        until(lambda: can_be_written_without(arena, 52), READY_S, "one slot more")
+        for step in range(53, 60):
+            assert can_be_written_without(arena, step - 1)
+            save(arena, step, slots=3)
+        assert steps(arena) == [59, 58, 51, 50]
+    save(arena, 60, slots=3)
+    assert len(steps(arena)) == 3, "the memory is given back when the others are free again"
+
+
+def can_be_written_without(arena: Arena, newest: int) -> bool:
+    """Whether a save now leaves the newest step in memory."""
+    path = arena.grant(KEY, SIZE, 3)
+    assert isinstance(path, Path)
+    is_kept = newest in steps(arena)
+    arena.give_back(path)
+    return is_kept
 
 
 def test_the_only_sealed_slot_is_kept_while_the_other_is_written(arena: Arena) -> None:
@@ -194,6 +221,18 @@ def test_memory_that_was_never_used_is_written_last(arena: Arena) -> None:
     arena.give_back(unused)
     assert steps(arena) == [2, 1]
     assert granted(arena, SIZE, 3) == unused
+
+
+def test_what_is_void_goes_and_its_memory_stays(arena: Arena) -> None:
+    """Memory that is given back may be taken by others, and the next save finds none."""
+    older, newer = save(arena, 1), save(arena, 2)
+    with arena.pin(newer.path, "it is read"), pytest.raises(StateError, match="in use"):
+        arena.empty(newer.path)
+    arena.empty(newer.path)
+    assert steps(arena) == [1]
+    assert newer.path.stat().st_blocks > 0
+    assert arena.grant(KEY, SIZE, 2) == newer.path
+    assert older.path.exists()
 
 
 def test_what_is_not_sealed_cannot_be_reported_as_sealed(arena: Arena) -> None:
@@ -348,6 +387,16 @@ def test_with_room_for_two_slots_of_three_two_have_to_do(small_memory: Path) -> 
         ):
             arena.grant(KEY, 8 * MIB, 3)
         assert arena.grant(KEY, 8 * MIB, 3) == older.path
+
+
+def test_no_slot_is_added_where_memory_is_tight(small_memory: Path) -> None:
+    """As much again must stay free for the training itself."""
+    with closing(Arena(small_memory, "cats", "node-0")) as arena:
+        older = save(arena, 1, size=6 * MIB)
+        for step in range(2, 6):
+            with arena.pin(older.path, "on its way to storage"):
+                save(arena, step, size=6 * MIB)
+        assert steps(arena) == [5, 1]
 
 
 def test_memory_that_others_took_meanwhile_is_a_clear_error(small_memory: Path) -> None:

@@ -153,7 +153,8 @@ class Arena:
     ) -> Path | Busy:
         """A slot to write `size` bytes of data to; `sealed` or `give_back` ends the grant.
 
-        One of those to `avoid` is taken only if there is no other.
+        One of those to `avoid` is taken only if there is no other. When the newest is the only one
+        that is not in use, it is given, and one slot more is set aside for the next time.
         """
         mine = self._of(key)
         free = [slot for slot in mine if slot.is_free and self._may_be_lost(slot, slots)]
@@ -171,8 +172,14 @@ class Arena:
             return Busy(
                 f"all {len(mine)} memory slots of {key.part} are in use ({', '.join(sorted(whys))})"
             )
+        if len(mine) == slots > 1 and all(map(self._is_newest, free)):
+            with contextlib.suppress(RejectedError):
+                # As much again stays free: this is for others' bad luck, and must not be ours.
+                self._check_room(key, size, 2)
+                self._allocate(key, size)
         slot, *others = sorted(
-            free, key=lambda slot: (str(slot.path) in avoid, slot.cost_of_writing(file_size(size)))
+            [slot for slot in free if slot.allocated.done()] or free,
+            key=lambda slot: (str(slot.path) in avoid, slot.cost_of_writing(file_size(size))),
         )
         if slot.size < file_size(size):
             self._check_room(key, size, 1, freed=slot.size)
@@ -213,10 +220,18 @@ class Arena:
 
     def drop(self, path: str | Path) -> None:
         """Remove a slot: it is damaged, or nobody needs it any more. Refused while it is in use."""
-        slot = self._known(path)
-        if not slot.is_free:
-            raise StateError(f"the memory slot {path} is in use and cannot be removed")
-        self._remove(slot)
+        self._remove(self._unused(path))
+
+    def empty(self, path: str | Path) -> None:
+        """What is in a slot is worth nothing any more; its memory stays, for the next save.
+
+        Refused while it is in use.
+        """
+        slot = self._unused(path)
+        with Slot.open(slot.path, writable=True) as opened:
+            opened.begin(NONE)
+        sidecar_path(slot.path).unlink(missing_ok=True)
+        slot.meta = None
 
     def holdings(self, directory: str | None = None) -> list[Held]:
         """All sealed slots, of one series or of all, the newest first."""
@@ -262,18 +277,29 @@ class Arena:
             raise StateError(f"there is no memory slot {path}")
         return slot
 
+    def _unused(self, path: str | Path) -> _SlotState:
+        slot = self._known(path)
+        if not slot.is_free:
+            raise StateError(f"the memory slot {path} is in use and cannot be removed")
+        return slot
+
     def _may_be_lost(self, slot: _SlotState, slots: int) -> bool:
         """Whether something newer, or as good as we can have, stays when this is overwritten."""
         if slot.meta is None or slots == 1:
             return True
+        if not self._is_newest(slot):
+            return True
         others = [other for other in self._of(slot.key) if other is not slot]
-        sealed = [other for other in others if other.meta is not None]
-        is_newest = all(other.version < slot.version for other in sealed)
-        return not is_newest or (len(others) + 1 >= slots and len(sealed) > 0 and self._stuck(slot))
+        is_alone = not any(other.is_free and other.allocated.done() for other in others)
+        has_older = any(other.meta is not None for other in others)
+        return len(others) + 1 >= slots and has_older and is_alone
 
-    def _stuck(self, newest: _SlotState) -> bool:
-        """Whether the newest is the only slot of its part that nobody uses."""
-        return not any(other.is_free for other in self._of(newest.key) if other is not newest)
+    def _is_newest(self, slot: _SlotState) -> bool:
+        """Whether this slot holds the newest sealed version of its part."""
+        sealed = (other for other in self._of(slot.key) if other.meta is not None)
+        return slot.meta is not None and all(
+            other.version < slot.version for other in sealed if other is not slot
+        )
 
     def _hand_out(self, slot: _SlotState) -> Path | Busy:
         if not slot.allocated.done():

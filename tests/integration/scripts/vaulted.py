@@ -7,6 +7,7 @@ and proves that each byte is the one that was saved.
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from steplog import RANK, WORLD, fault, hold, is_to_finish, meet, note, pause
@@ -14,7 +15,7 @@ from steplog import RANK, WORLD, fault, hold, is_to_finish, meet, note, pause
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.client.vault import VaultClient, connect_vault
 from holdfast.model.checkpoint import NONE, SHARED, Series, Shape, Version, rank_part
-from holdfast.model.errors import HoldfastError
+from holdfast.model.errors import HoldfastError, RejectedError
 
 SIZE = int(os.environ.get("VAULT_SIZE", "300000"))
 IS_SHARED = os.environ.get("VAULT_SHARED", "1") == "1"
@@ -74,12 +75,16 @@ def restore(vault: VaultClient) -> int:
     return step
 
 
+def written_parts() -> list[str]:
+    is_first = int(os.environ["LOCAL_RANK"]) == 0
+    return [rank_part(RANK), *([SHARED] if IS_SHARED and is_first else [])]
+
+
 def save(vault: VaultClient, step: int) -> None:
     persist = EVERY > 0 and step % EVERY == 0
-    is_first = int(os.environ["LOCAL_RANK"]) == 0
     whole = b"".join(content(part, step) for part in WANTED)
     note("saves", step, hashlib.sha256(whole).hexdigest())
-    for part in [rank_part(RANK), *([SHARED] if IS_SHARED and is_first else [])]:
+    for part in written_parts():
         files, length = lay_out([(f"{part}.bin", SIZE)])
         grant = vault.slot(part, step, length)
         version = Version(grant.lineage, step)
@@ -109,6 +114,9 @@ vault.open_series(
         keep_last=int(os.environ.get("VAULT_KEEP", "0")),
     )
 )
+for part in written_parts():
+    with suppress(RejectedError):  # There is less room: then what there is has to do.
+        vault.reserve(part, lay_out([(f"{part}.bin", SIZE)])[1])
 step = restore(vault)
 while not LAST or step < LAST:
     step += 1

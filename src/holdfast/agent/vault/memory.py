@@ -219,10 +219,18 @@ class Memory:
             self._means.arenas.of(path).give_back(path)
         self.room_may_be_free()
 
-    def drop_if_free(self, path: Path) -> None:
-        """Remove a slot that is worth nothing any more, unless somebody reads or writes it."""
+    def drop_if_free(self, path: Path, *, keep_memory: bool = False) -> None:
+        """Remove a slot that is worth nothing any more, unless somebody reads or writes it.
+
+        `keep_memory`: only what is in it goes. A save will want it, and what is given back may be
+        taken by others.
+        """
         try:
-            self._means.arenas.of(path).drop(path)
+            arena = self._means.arenas.of(path)
+            if keep_memory:
+                arena.empty(path)
+            else:
+                arena.drop(path)
         except StateError:
             return
         self._sidecars.pop(path, None)

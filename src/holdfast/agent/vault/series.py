@@ -257,9 +257,11 @@ class SeriesKeeper:
         self._saved_since_restore = 0
         if plan.version == NONE or not was_newest:
             return
+        own = self._steps.own_parts(Shape(0, shared=True))
         for held in self._memory.held(self.series.directory):
             if plan.version < held.meta.version:
-                self._memory.drop_if_free(held.path)
+                is_own = held.key.node < 0 and held.key.part in own
+                self._memory.drop_if_free(held.path, keep_memory=is_own)
 
     # ---- parts ----------------------------------------------------------------------------------
 
