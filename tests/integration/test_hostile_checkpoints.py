@@ -4,6 +4,7 @@
 Whatever stands in them: every verb ends with an exit code and words, and changes nothing outside.
 """
 
+import copy
 import io
 import os
 import random
@@ -142,7 +143,7 @@ def spoil(value: Any, chance: random.Random) -> None:
             del container[key]
         case 1:
             other, elsewhere = chance.choice(found)
-            container[key] = msgspec.json.decode(msgspec.json.encode(other[elsewhere]))
+            container[key] = copy.deepcopy(other[elsewhere])
         case _:
             container[key] = chance.choice(HOSTILE)
 

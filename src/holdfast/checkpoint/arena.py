@@ -154,7 +154,7 @@ class Arena:
         """A slot to write `size` bytes of data to; `sealed` or `give_back` ends the grant.
 
         One of those to `avoid` is taken only if there is no other. When the newest is the only one
-        that is not in use, it is given, and one slot more is set aside for the next time.
+        that is not in use, it is given, and a part of this node gets one slot more for next time.
         """
         mine = self._of(key)
         free = [slot for slot in mine if slot.is_free and self._may_be_lost(slot, slots)]
@@ -172,7 +172,7 @@ class Arena:
             return Busy(
                 f"all {len(mine)} memory slots of {key.part} are in use ({', '.join(sorted(whys))})"
             )
-        if len(mine) == slots > 1 and all(map(self._is_newest, free)):
+        if key.node < 0 and len(mine) == slots > 1 and all(map(self._is_newest, free)):
             with contextlib.suppress(RejectedError):
                 # As much again stays free: this is for others' bad luck, and must not be ours.
                 self._check_room(key, size, 2)
