@@ -230,6 +230,25 @@ def test_launching_twice_gives_one_node(ground: Ground) -> None:
     run(scene)
 
 
+def test_an_order_for_a_node_that_has_ended_is_answered(ground: Ground) -> None:
+    """A master that lost its journal gives the same ids again, and must not wait for ever."""
+
+    async def scene() -> None:
+        async with watched(ground) as (platform, seen):
+            await platform.launch(order(1))
+            await seen.of_node(1)
+            await ground.end(1, 1)
+            await seen.end_of(1)
+        async with watched(ground) as (platform, seen):
+            await platform.launch(order(2))
+            await seen.of_node(2)
+            before = len(seen.of(1))
+            await platform.launch(order(1))
+            await seen.until(lambda _: len(seen.of(1)) > before)
+
+    run(scene)
+
+
 def test_a_removed_node_ends(ground: Ground) -> None:
     async def scene() -> None:
         async with watched(ground) as (platform, seen):

@@ -84,6 +84,25 @@ def test_a_version_that_not_every_rank_has_marked_is_passed_over() -> None:
     assert "step 6 is passed over: not every rank has said how far its data were" in agreed.notes
 
 
+def test_a_late_mark_takes_no_position_from_what_is_being_restored() -> None:
+    """It is of a node that was given up, and nobody of the new world has said what it holds."""
+    ledger = followed()
+    ledger.mark(V4)
+    ledger.mark(V5, held=[V4])
+    ledger.form([0, 1])
+    ledger.feed(ev.VersionMarked(DIR, V6, positions(V6)))
+    agreed = restored(ledger, V5)
+    assert (agreed.version, agreed.positions) == (V5, positions(V5))
+
+
+def test_what_all_have_at_hand_is_not_taken_without_its_position() -> None:
+    ledger = followed()
+    ledger.form([0, 1])
+    calls = [ledger.restore(node, *parts_of(node, V5), prepared=V5) for node in (0, 1)]
+    plan = ledger.answer(calls[0], c.RestorePlan)
+    assert (plan.version, plan.go) == (NONE, False)
+
+
 def test_no_marked_version_is_a_start_from_the_beginning_for_both() -> None:
     ledger = followed()
     ledger.form([0, 1])

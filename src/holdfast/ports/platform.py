@@ -26,6 +26,7 @@ class Platform(Protocol):
     """Starts and removes nodes.
 
     Guarantees: `launch` and `remove` are idempotent by node id and may be repeated after a crash;
+    a launch of a node that has ended is answered by `watch`: its end is told again, or it begins;
     `watch` first reports every node it knows, then each change, and after a gap lists again;
     a node that cannot be looked up is *unknown* (no sighting), never reported as gone.
     """

@@ -63,7 +63,8 @@ class Platform:
     def launch(self, order: Order) -> None:
         """Order a node; an order that was given before changes nothing."""
         node_id, node_rank = order.node_id, order.node_rank
-        if node_id in self._sightings:
+        if seen := self._sightings.get(node_id):
+            self._clock.after(self._rng.uniform(0.001, 0.2), partial(self._tell, seen))
             return
         self._see(node_id, Phase.PENDING)
         pending_s = self._rng.uniform(0.2, 3.0)

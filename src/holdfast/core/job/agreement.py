@@ -127,7 +127,8 @@ class Agreement:
         # What all have at hand is never given up for something older.
         at_hand = min(prepared) if len(prepared) == 1 else NONE
         is_mixed = len(prepared) > 1 or any(body.mixed for body in bodies)
-        go = at_hand >= newest and not is_mixed
+        # Without their position the data would begin anew, under a model that has seen them.
+        go = at_hand >= newest and not is_mixed and at_hand not in self._unpositioned
         chosen = at_hand if go else newest
         awaited = max((v for v in under_way if v == promised or v in given_up), default=NONE)
         if awaited > chosen and step in (-1, awaited.step):

@@ -65,11 +65,17 @@ class CheckpointState:
         directory: str,
         version: Version,
         positions: tuple[Position, ...],
-        held: Collection[Version],
+        held: Collection[Version] | None,
     ) -> None:
-        """Keep the positions of a version, and no longer those of what is not `held` anywhere."""
-        needed = {*held, self.base(directory), self.newest(directory)}
+        """Keep the positions of a version, and no longer those of what is not `held` anywhere.
+
+        None: not every node of the round has said yet what it holds.
+        """
         known = sorted(self.positions(directory).keys() - {version})
+        if held is None:
+            needed = set(known)
+        else:
+            needed = {*held, self.base(directory), self.newest(directory)}
         kept = [one for one in known if one in needed][1 - VERSIONS_MAX :]
         dropped = tuple(one for one in known if one not in kept)
         self.commit(out, rec.VersionPositioned(directory, version, positions, dropped))

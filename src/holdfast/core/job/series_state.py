@@ -63,8 +63,10 @@ class SeriesState:
 
     def marked(self, out: Outcome, version: Version, positions: tuple[Position, ...]) -> None:
         """It is known how far the data of this version were: every rank has said so."""
-        held = {one for of_node in self._held.values() for one in of_node}
-        held |= {self.replication.safe, *self.attempts.versions()}
+        held = None
+        if self._crew.index.keys() <= self._held.keys():
+            held = {one for of_node in self._held.values() for one in of_node}
+            held |= {self.replication.safe, *self.attempts.versions()}
         self._state.replace_positions(out, self.directory, version, positions, held)
 
     def note_held(self, node_id: NodeId, versions: tuple[Version, ...]) -> None:

@@ -278,6 +278,11 @@ class KubernetesPlatform:
         except NotFound:
             return False
         if pod.is_of(self._job.uid):
+            # A master whose journal was lost gives this id again. What the watch told of the pod
+            # before was of a node that it did not know.
+            self._told.pop(order.node_id, None)
+            if (seen := sighting(pod)) is not None:
+                self._tell(seen)
             return True
         why = f"it waits until the pod {name} of an earlier job of this name is gone"
         self._see(order.node_id, Phase.PENDING, None, why)
