@@ -229,15 +229,30 @@ def test_the_end_of_the_job_ends_the_agent(ok: bool, code: int) -> None:
     assert node.tell(ev.WorldReceived(world(9))) == []
 
 
-def test_a_node_that_is_told_to_go_tells_the_master_and_goes_faster_for_a_person() -> None:
+def test_a_node_that_is_told_to_go_has_left_when_its_workers_have_ended() -> None:
+    """It had left at once: the next world computed while its workers had their grace."""
     node = Node(1).running()
-    commands = node.tell(ev.ShutdownRequested("SIGTERM", 143))
-    assert commands == [ev.Report(m.Leave("SIGTERM")), ev.EndWorkers(gently=True)]
+    assert node.tell(ev.ShutdownRequested("SIGTERM", 143)) == [ev.EndWorkers(gently=True)]
+    left = [ev.Report(m.Leave("SIGTERM")), ev.ExitAgent(143, "SIGTERM", None)]
+    assert node.exited(0, None, 15) == left
+
+
+def test_a_node_that_a_person_tells_to_go_says_so_at_once() -> None:
+    node = Node(1).running()
+    commands = node.tell(ev.ShutdownRequested("SIGINT", 130, at_once=True))
+    assert commands == [ev.Report(m.Leave("SIGINT")), ev.EndWorkers(gently=False)]
+    assert node.exited(0, None, 9) == [ev.ExitAgent(130, "SIGINT", None)]
+
+
+def test_a_node_that_is_told_to_go_goes_faster_for_a_person() -> None:
+    node = Node(1).running()
+    node.tell(ev.ShutdownRequested("SIGTERM", 143))
     assert node.core.is_leaving
     assert node.tell(ev.ShutdownRequested("SIGTERM", 143)) == []
     again = ev.ShutdownRequested("SIGINT", 130, at_once=True)
     assert node.tell(again) == [ev.EndWorkers(gently=False)]
-    assert node.exited(0, None, 9) == [ev.ExitAgent(143, "SIGTERM", None)]
+    left = [ev.Report(m.Leave("SIGTERM")), ev.ExitAgent(143, "SIGTERM", None)]
+    assert node.exited(0, None, 9) == left
 
 
 def test_an_agent_that_was_given_up_ends_its_workers_before_it_joins_anew() -> None:

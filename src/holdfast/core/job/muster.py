@@ -152,14 +152,21 @@ class Muster:
     def choose(self, size: int, *, growing: bool, world: Iterable[NodeId]) -> list[Member]:
         """The members of the next world, in order.
 
-        Who may still compute comes first. Nobody steps in the next world before such a member has
-        left the one before: even if it is out of reach by now, and nobody has noticed. So a
-        newcomer never pushes a member out; and when a healthy world grows, the cold stay where
-        they are.
+        Who may still compute comes first, beginning with one node of each world that may. Nobody
+        steps in the next world before such a member has left the one before: even if it is out of
+        reach by now, and nobody has noticed. So a newcomer never pushes a member out; and when a
+        healthy world grows, the cold stay where they are.
         """
-        may_compute = frozenset(world).union(*self._unstopped)
+        computing = [*self._unstopped, frozenset(world)]
+        may_compute = frozenset[NodeId]().union(*computing)
         candidates = sorted(
             (m for m in self.ready.values() if self._can_train(m.node_id, growing=growing)),
             key=lambda member: (member.node_id not in may_compute, member.node_rank),
         )
-        return in_order(candidates[:size])
+        needed: dict[NodeId, Member] = {}
+        for nodes in computing:
+            first = next((m for m in candidates if m.node_id in nodes), None)
+            if first is not None and nodes.isdisjoint(needed):
+                needed[first.node_id] = first
+        others = [member for member in candidates if member.node_id not in needed]
+        return in_order([*needed.values(), *others][:size])

@@ -130,11 +130,12 @@ class Workers:
                 self._exit = ev.ExitAgent(event.exit_code, event.reason, None)
                 leave = m.Leave(event.reason)
                 # At once: a person's second Ctrl-C may come before the master's word of the first.
-                if event.flush and not event.at_once:
-                    # As long as this node has not left, the others wait for what it still holds.
-                    self._must_flush, self._farewell = True, leave
-                else:
+                if event.at_once:
                     outcome.commands.append(ev.Report(leave))
+                else:
+                    # Until this node has left, the others wait for its workers, which may still
+                    # compute, and for what it holds.
+                    self._must_flush, self._farewell = event.flush, leave
                 outcome.add(self._head_for(None, gently=not event.at_once))
             case ev.GivenUp():
                 self._rejoins = True
