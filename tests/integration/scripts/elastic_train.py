@@ -44,15 +44,14 @@ def main() -> None:
         while trainer.epoch < EPOCHS:
             epoch = trainer.epoch
             for batches in trainer.steps():
-                rows: list[int] = []
                 for numbers, inputs, targets in batches:
+                    # Before others have these gradients: a step that any rank saves is told by all.
+                    line = {"step": trainer.step + 1, "epoch": epoch, "rows": numbers.tolist()}
+                    print(json.dumps(line), file=samples, flush=True)
                     trainer.backward(loss_of(trained(inputs), targets))
-                    rows += numbers.tolist()
                 nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
                 optimizer.step()
                 schedule.step()
-                line = {"step": trainer.step, "epoch": epoch, "rows": rows}
-                print(json.dumps(line), file=samples, flush=True)
                 checkpointer.save(
                     trainer.step, trained, optimizer, extra={"schedule": schedule}, data=trainer
                 )

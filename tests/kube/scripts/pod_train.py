@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training in pods, with a fixed global batch and a checkpoint in memory at every step.
 
-It goes on until the test asks it to finish. Each rank writes down which samples it trained in which
-step, before the step is saved. A worker of the pod that the file "eat-POD" names eats its memory.
+It goes on until the test asks it to finish. Each rank writes down which samples it trains in which
+step, before its gradients get to the others: a step that any rank saves is written down by all. A
+worker of the pod that the file "eat-POD" names eats its memory.
 """
 
 import json
@@ -57,14 +58,12 @@ def main() -> None:
         note("loaded", -1 if loaded is None else loaded)
         while shall_go_on():
             for batches in trainer.steps():
-                rows: list[int] = []
                 for numbers, inputs, targets in batches:
+                    line = {"step": trainer.step + 1, "rows": numbers.tolist()}
+                    print(json.dumps(line), file=samples, flush=True)
                     trainer.backward(loss_of(trained(inputs), targets))
-                    rows += numbers.tolist()
                 nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
                 optimizer.step()
-                line = {"step": trainer.step, "rows": rows}
-                print(json.dumps(line), file=samples, flush=True)
                 checkpointer.save(
                     trainer.step, trained, optimizer, extra={"schedule": schedule}, data=trainer
                 )
