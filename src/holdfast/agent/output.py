@@ -130,7 +130,10 @@ class Stream:
         else:
             # The usual case, and the one that must be quick: whole lines.
             *lines, self._rest = data.split(b"\n")
-            self._show(lines)
+            if self._error or any(start in data for start in ERROR_STARTS):
+                self._show(lines)
+            else:
+                self._write(lines)
             if len(self._rest) > LINE_BYTES_MAX:
                 self._show([self._rest])
                 self._rest = b""
