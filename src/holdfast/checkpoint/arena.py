@@ -174,7 +174,7 @@ class Arena:
             )
         if key.node < 0 and len(mine) == slots > 1 and all(map(self._is_newest, free)):
             with contextlib.suppress(RejectedError):
-                # As much again stays free: this is for others' bad luck, and must not be ours.
+                # As much again must stay free, for the training itself.
                 self._check_room(key, size, 2)
                 self._allocate(key, size)
         slot, *others = sorted(
