@@ -256,7 +256,7 @@ def _part(node: NodeView, world: WorldView) -> str:
 
 
 def _logs(nodes: tuple[NodeView, ...]) -> list[Text]:
-    """Where the output and the logs of the nodes are, each folder once."""
+    """Where the output of the nodes' workers is, each folder once."""
     ranks: dict[str, list[int]] = {}
     for node in nodes:
         if node.log_dir:

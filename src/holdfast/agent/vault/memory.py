@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.agent.vault.means import Means
-from holdfast.checkpoint.arena import Busy, Held, PartKey, Pin
+from holdfast.checkpoint.arena import Arena, Busy, Held, PartKey, Pin
 from holdfast.checkpoint.digests import (
     Sidecar,
     digest_beside,
@@ -219,18 +219,17 @@ class Memory:
             self._means.arenas.of(path).give_back(path)
         self.room_may_be_free()
 
-    def drop_if_free(self, path: Path, *, keep_memory: bool = False) -> None:
-        """Remove a slot that is worth nothing any more, unless somebody reads or writes it.
+    def drop_if_free(self, path: Path) -> None:
+        """Remove a slot that is worth nothing any more, unless somebody reads or writes it."""
+        self._let_go(path, Arena.drop)
 
-        `keep_memory`: only what is in it goes. A save will want it, and what is given back may be
-        taken by others.
-        """
+    def empty_if_free(self, path: Path) -> None:
+        """The same, but its memory stays: a save will want it, and others may take what is free."""
+        self._let_go(path, Arena.empty)
+
+    def _let_go(self, path: Path, how: Callable[[Arena, Path], None]) -> None:
         try:
-            arena = self._means.arenas.of(path)
-            if keep_memory:
-                arena.empty(path)
-            else:
-                arena.drop(path)
+            how(self._means.arenas.of(path), path)
         except StateError:
             return
         self._sidecars.pop(path, None)

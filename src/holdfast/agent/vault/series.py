@@ -260,8 +260,10 @@ class SeriesKeeper:
         own = self._steps.own_parts(Shape(0, shared=True))
         for held in self._memory.held(self.series.directory):
             if plan.version < held.meta.version:
-                is_own = held.key.node < 0 and held.key.part in own
-                self._memory.drop_if_free(held.path, keep_memory=is_own)
+                if held.key.node < 0 and held.key.part in own:
+                    self._memory.empty_if_free(held.path)
+                else:
+                    self._memory.drop_if_free(held.path)
 
     # ---- parts ----------------------------------------------------------------------------------
 

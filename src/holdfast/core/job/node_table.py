@@ -54,7 +54,7 @@ class NodeState:
     replaces: NodeId = NOBODY
     #: Since when its rank has no agent, as long as it has none itself; -1: nobody knows.
     down_since_s: float = -1.0
-    #: On its host: the output of its workers, and the agent's own log.
+    #: On its host: the output of its workers.
     log_dir: str = ""
     #: Volatile: its last beat, and when it came; None as long as this master has had none.
     beat: m.Beat | None = None
