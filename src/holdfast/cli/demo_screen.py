@@ -218,7 +218,7 @@ def _goodput(report: Report) -> Text:
     text.append(f" of {total_s:.1f} s\n", style="not bold")
     spent = ", ".join(f"{use} {s:.1f} s" for use, s in report.seconds.items() if s >= 0.05)
     if report.curve:
-        spent += f" (the first start counts as restore: {report.first_step_s:.1f} s)"
+        spent += f"; the first step came after {report.first_step_s:.1f} s"
     text.append(spent, style="not bold dim")
     return text
 
