@@ -11,7 +11,7 @@ COMPAT  := packages/dlrover-compat/src
 BENCHES := $(filter-out bench/__init__.py bench/common.py bench/hollow.py bench/toy_%.py,$(wildcard bench/*.py))
 
 # What takes long to compile. The set-up has done so with torch.
-LARGE   := tensorflow ray.data transformers.trainer deepspeed
+LARGE   := tensorflow ray.data transformers.trainer deepspeed lightning.pytorch
 
 TEST_WORKERS ?= 4
 # How often `make soak` repeats the tests that start and kill real processes.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real file systems that are too small, for tests that need to run out of one."""
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,3 +36,11 @@ def filled(disk: Path) -> Iterator[None]:
             file.write(bytes(4096))
     yield
     path.unlink()
+
+
+def remove_slots(memory: Path) -> None:
+    """What other programs do to `/dev/shm`; in one move, as the agent may write there just now."""
+    (folder,) = memory.glob("holdfast-*")
+    aside = memory / "removed"
+    folder.rename(aside)
+    shutil.rmtree(aside)

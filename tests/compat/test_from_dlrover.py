@@ -151,7 +151,7 @@ def test_every_flag_of_dlrover_run_is_on_the_page() -> None:
 @pytest.mark.parametrize(("name", "verdict", "more"), rows("variable"))
 def test_a_variable(name: str, verdict: str, more: str) -> None:
     name = name.replace("*", "SOMETHING")
-    value = "h:1" if name == "DLROVER_MASTER_ADDR" else "1"
+    value = {"DLROVER_MASTER_ADDR": "h:1", "DLROVER_LOG_LEVEL": "DEBUG"}.get(name, "1")
     env = {name: value, "HOLDFAST_MASTER": "m:1"} if "RANK" in name else {name: value}
     without = {key: text for key, text in env.items() if key != name}
     options = parse("--auto-config", env=env)
@@ -162,7 +162,15 @@ def test_a_variable(name: str, verdict: str, more: str) -> None:
         more_nodes = parse("--auto-config", "--local-nodes", "3", env={name: "3"})
         assert more_nodes.max_nodes == 3
     elif verdict == "works":
-        assert (options.master, options.node_rank) != (before.master, before.node_rank)
+        read = ("master", "node_rank", "log_level")
+        assert [getattr(options, one) for one in read] != [getattr(before, one) for one in read]
+
+
+@pytest.mark.parametrize("text", ["WARN", "FATAL", "CRITICAL", "NOTSET", "30"])
+def test_every_level_that_dlrover_takes(text: str) -> None:
+    options = parse("--auto-config", env={"DLROVER_LOG_LEVEL": text})
+    assert options.log_level is not parse("--auto-config").log_level
+    assert options.notes == parse("--auto-config").notes
 
 
 SAMPLES: dict[str, Any] = {
@@ -206,3 +214,17 @@ def test_it_is_not_imported_beside_the_real_one(tmp_path: Path) -> None:
     done = python("import dlrover", path=Path(f"{COMPAT}:{tmp_path}"))
     assert done.returncode == 1
     assert "ImportError: dlrover 0.6.1 is installed beside" in done.stderr.splitlines()[-1]
+
+
+def test_a_method_that_is_not_there_is_refused_in_words() -> None:
+    program = """
+import copy, torch
+from dlrover.trainer.torch.elastic.trainer import ElasticTrainer
+made = ElasticTrainer(torch.nn.Linear(1, 1))
+assert not hasattr(made, "epoch")
+assert copy.copy(made).num_steps == 0
+made.epoch(3)
+"""
+    done = python(program)
+    assert "ElasticTrainer.epoch is not available on Holdfast: use holdfast.torch" in done.stderr
+    assert "docs/from-dlrover.md#data-and-trainer" in done.stderr

@@ -15,6 +15,7 @@ from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.errors import RejectedError, StateError
 from tests.disks import small_disk
+from tests.hearing import Heard
 
 MIB = 1024 * 1024
 SIZE = 3 * MIB
@@ -28,7 +29,7 @@ class Places:
 
     memory: Path
     disk: Path
-    said: list[str] = field(default_factory=list)
+    said: Heard = field(default_factory=Heard)
     made: list[Arena] = field(default_factory=list)
 
     def agent(self, key: str = "a") -> Arenas:
@@ -41,7 +42,7 @@ class Places:
             lambda: make(self.memory, "holdfast"),
             lambda: make(self.disk, ON_DISK),
             lambda: any(self.disk.iterdir()),
-            self.said.append,
+            self.said,
         )
 
 
@@ -141,4 +142,31 @@ def test_without_a_disk_there_is_one_sentence_about_both(places: Places) -> None
     ):
         granted(arenas, on_disk=True)
     assert steps(arenas) == [1]
+    arenas.close()
+
+
+def test_what_others_remove_from_memory_is_said_once_and_saves_go_on_there(places: Places) -> None:
+    arenas = places.agent()
+    save(arenas, 1, on_disk=False)
+    for step in (2, 3):
+        shutil.rmtree(places.made[0].root)
+        assert steps(arenas) == []
+        assert save(arenas, step, on_disk=True).is_relative_to(places.memory)
+        assert steps(arenas) == [step]
+    assert len(places.said) == 1
+    assert places.said[0].startswith("checkpoints in memory were removed by another program from")
+    arenas.close()
+    assert not any(places.memory.iterdir())
+
+
+def test_without_its_folder_memory_has_no_room(places: Places) -> None:
+    places.memory = places.memory / "folder"
+    places.memory.mkdir()
+    arenas = places.agent()
+    save(arenas, 1, on_disk=False)
+    shutil.rmtree(places.memory)
+    with pytest.raises(RejectedError, match=r"could not be set aside in .*: No such file"):
+        granted(arenas, on_disk=False)
+    assert save(arenas, 2, on_disk=True).is_relative_to(places.disk)
+    assert steps(arenas) == [2]
     arenas.close()

@@ -20,6 +20,7 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.journal import MemoryJournal
 from holdfast.runtime.loop import COMPACT_AFTER, COMPACT_AFTER_BYTES, Driver
 from tests.contract.test_journal import LOCATIONS, Location
+from tests.hearing import Heard
 
 
 def entry(record: Record) -> Entry:
@@ -55,6 +56,7 @@ class Life:
             execute=execute,
             observe=lambda event, now: None,
             failed=self.problems.append,
+            say=Heard(),
         )
 
 

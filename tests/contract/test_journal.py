@@ -5,6 +5,7 @@ The first half runs against each journal that ships; a new one (Postgres, etcd) 
 The second half breaks real files: full and read-only disks, damage, foreign and newer journals.
 """
 
+import errno
 import os
 import platform
 import sqlite3
@@ -22,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.model.errors import DiskFullError, StateError
+from holdfast.model.errors import AwayError, DiskFullError, StateError
 from holdfast.ports import Entry, Journal
 from holdfast.runtime.journal import MemoryJournal, SqliteJournal
 from tests.disks import filled, small_disk
@@ -232,6 +233,19 @@ def refusal(directory: Path, job: str = "cats") -> str:
     return sentence
 
 
+def test_what_may_pass_is_told_from_what_does_not(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(AwayError):
+        open_in(tmp_path / "file" / "state")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "journal.db").write_bytes(b"nonsense" * 1000)
+    open_in(tmp_path / "other").close()
+    for directory, job in ((tmp_path / "damaged", "cats"), (tmp_path / "other", "dogs")):
+        with pytest.raises(StateError) as caught:
+            open_in(directory, job)
+        assert not isinstance(caught.value, AwayError)
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -391,8 +405,8 @@ def test_a_journal_opens_on_a_disk_that_is_full(tmp_path: Path) -> None:
             assert journal.load() == kept
 
 
-WITHOUT_QUOTA = """
-import ctypes, errno, struct, sys
+WITHOUT_ROOM = """
+import ctypes, struct, sys
 from pathlib import Path
 from holdfast.model.errors import DiskFullError
 from holdfast.ports import Entry
@@ -400,11 +414,12 @@ from holdfast.runtime.journal import SqliteJournal
 
 journal = SqliteJournal.open(Path(sys.argv[1]), job="cats")
 journal.append([Entry(0.0, 0.0, b"kept")])
-# From here on write and pwrite64 of every file but the first three say that the quota is used up.
+# From here on two system calls on every file but the first three say that there is no room.
 LOAD, EQUAL, ABOVE, RETURN = 0x20, 0x15, 0x25, 0x06
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EDQUOT
-steps = [(LOAD, 0, 0, 0), (EQUAL, 1, 0, 1), (EQUAL, 0, 3, 18), (LOAD, 0, 0, 16), (ABOVE, 0, 1, 2)]
-steps += [(RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+one, other, refusal = (int(word) for word in sys.argv[2:])
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | refusal
+steps = [(LOAD, 0, 0, 0), (EQUAL, 1, 0, one), (EQUAL, 0, 3, other), (LOAD, 0, 0, 16)]
+steps += [(ABOVE, 0, 1, 2), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
 code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
 program = struct.pack("H6xP", len(steps), ctypes.addressof(code))
 libc = ctypes.CDLL(None, use_errno=True)
@@ -419,9 +434,22 @@ print(journal.end(), [bytes(entry.payload) for entry in journal.load()], flush=T
 """
 
 
+WRITES, SYNCS = (1, 18), (74, 75)
+"""The numbers of write and pwrite64, and of fsync and fdatasync."""
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="counts on the numbers of system calls")
-def test_a_used_up_quota_is_a_full_disk(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_QUOTA, str(tmp_path / "state")]
+@pytest.mark.parametrize(
+    ("calls", "refusal"),
+    [(WRITES, errno.EDQUOT), (SYNCS, errno.EDQUOT), (SYNCS, errno.ENOSPC)],
+    ids=["quota", "quota at the sync", "disk at the sync"],
+)
+def test_want_of_room_is_a_full_disk_however_it_is_said(
+    tmp_path: Path, calls: tuple[int, int], refusal: int
+) -> None:
+    """On NFS, and wherever room is given late, it is the sync that finds none."""
+    numbers = [str(number) for number in (*calls, refusal)]
+    command = [sys.executable, "-c", WITHOUT_ROOM, str(tmp_path / "state"), *numbers]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode == 77:
         pytest.skip("needs a kernel with seccomp filters")

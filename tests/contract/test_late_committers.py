@@ -20,12 +20,21 @@ from typing import Any
 
 import fsspec
 import pytest
+from msgspec.structs import replace
 
-from holdfast.checkpoint.commit import commit, tracker_text
-from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
+from holdfast.checkpoint.commit import commit, put_in_order, tracker_text
+from holdfast.checkpoint.manifest import (
+    Committed,
+    find_committed,
+    is_whole,
+    list_all,
+    list_committed,
+    read_manifest,
+)
+from holdfast.checkpoint.naming import own_name, version_at
 from holdfast.checkpoint.places import abandon, clean_leftovers
 from holdfast.checkpoint.posix import PosixStorage
-from holdfast.checkpoint.retention import apply_retention
+from holdfast.checkpoint.retention import apply_retention, remove_steps
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage_port import Storage
 from holdfast.checkpoint.verify import verify_checkpoint
@@ -97,8 +106,8 @@ class Scene:
     must_stay: list[Version]
 
     @staticmethod
-    def of(storage: Storage, scratch: Path) -> "Scene":
-        return Scene(storage, Series(storage.url, keep_last=1), scratch, [])
+    def of(storage: Storage, scratch: Path, text: str = "{name}") -> "Scene":
+        return Scene(storage, Series(storage.url, tracker_text=text, keep_last=1), scratch, [])
 
     def save(self, version: Version) -> None:
         save(self.storage, self.series, version, STATES[version], ATTEMPTS[version], self.scratch)
@@ -129,6 +138,23 @@ class Scene:
         apply_retention(self.storage, self.series)
         self.must_stay = [LATER]
 
+    def opened(self, order: Any) -> None:
+        """Another node begins to write here."""
+        put_in_order(self.storage, self.series)
+
+    def taken(self, order: Any) -> None:
+        """Another node that begins to write here has taken it, and looks at it."""
+        name = self.series.name(MINE.step)
+        if version_at(self.storage, name) == MINE:
+            self.storage.rename(name, own_name(name))
+
+    def is_half_done(self) -> bool:
+        """Whether the newest checkpoint is mine, and the tracker or the plain name another's."""
+        newest = list_committed(self.storage, self.series)[0]
+        is_named = not self.storage.can_rename or newest.name == self.series.name(MINE.step)
+        is_told = self.storage.get("latest") == tracker_text(self.series, newest)
+        return newest.version == MINE and not (is_named and is_told)
+
     # ---- afterwards ------------------------------------------------------------------------------
 
     def check(self, *, claims: bool = False) -> None:
@@ -139,6 +165,17 @@ class Scene:
         versions = {one.version for one in found}
         assert versions >= set(self.must_stay)
         assert not claims or MINE in versions
+
+    def check_tracker(self, *, has_old: bool = True) -> None:
+        """It leads to the newest, which is whole; on file systems so does the plain name."""
+        found = list_committed(self.storage, self.series)
+        if not found and not has_old:
+            return
+        newest = found[0]
+        self.check_bytes(newest)
+        assert self.storage.get("latest") == tracker_text(self.series, newest)
+        if self.storage.can_rename:
+            assert newest.name == self.series.name(newest.version.step)
 
     def check_bytes(self, one: Committed) -> None:
         assert verify_checkpoint(self.storage, one).problems == ()
@@ -188,9 +225,11 @@ def storages(request: pytest.FixtureRequest, in_memory: Path) -> Iterator[Iterat
             yield (open_storage(f"{url}{in_memory}/{n}") for n in numbers)
 
 
-def begin(storage: Storage, scratch: Path, *, has_old: bool) -> tuple[Scene, Any]:
+def begin(
+    storage: Storage, scratch: Path, *, has_old: bool, text: str = "{name}"
+) -> tuple[Scene, Any]:
     """A directory in which the attempt of the first node is ready to be committed."""
-    scene = Scene.of(storage, scratch)
+    scene = Scene.of(storage, scratch, text)
     if has_old:
         scene.save(OLD)
     files = write_state(storage, scene.series, MINE, STATES[MINE], ATTEMPTS[MINE], scratch)
@@ -270,6 +309,22 @@ def test_a_retention_that_stands_still_at_every_call(
     assert number > 5
 
 
+def test_a_removal_of_the_last_step_that_stands_still_at_every_call(
+    request: pytest.FixtureRequest, storages: Iterator[Storage], tmp_path: Path
+) -> None:
+    """A job commits its next step beside `holdfast ckpt rm --force`."""
+    for number in every_call(request):
+        scene = Scene.of(next(storages), tmp_path)
+        scene.save(OLD)
+        late = Interrupted(scene.storage, number, partial(scene.other, None))
+        remove_steps(late, scene.series, {OLD.step}, newest_too=True)
+        if late.count < number:
+            break
+        scene.check()
+    assert scene.storage.get("latest") is None
+    assert number > 5
+
+
 @pytest.mark.parametrize("meanwhile", ["newer", "same"])
 def test_a_writer_that_stands_still_at_every_call(
     storages: Iterator[Storage], tmp_path: Path, meanwhile: str
@@ -322,6 +377,205 @@ def test_a_fence_that_closes_meanwhile_ends_every_change(
         if late.count < number:
             break
         scene.check()
+
+
+# ---- nobody else commits afterwards --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["{name}", "{step}"])
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("has_old", [False, True])
+def test_a_fence_that_closes_at_every_check_leaves_a_tracker_that_leads_somewhere(
+    request: pytest.FixtureRequest,
+    storages: Iterator[Storage],
+    tmp_path: Path,
+    text: str,
+    is_later: bool,
+    has_old: bool,
+) -> None:
+    """Between two renames: then no checkpoint had the name that the tracker says."""
+    for number in every_call(request):
+        scene, order = begin(next(storages), tmp_path, has_old=has_old, text=text)
+        if is_later:  # The step is not the newest one.
+            scene.save(NEXT)
+        checks = itertools.count(1)
+
+        def check() -> None:
+            if next(checks) >= number:  # noqa: B023
+                raise FencedError("the master has given this node up")
+
+        claims = False
+        with suppress(FencedError):
+            commit(scene.storage, scene.series, order, patience=IMPATIENT, fence=check)
+            claims = True
+        scene.check_tracker(has_old=has_old)
+        # What is there was not refused, and the other way round.
+        versions = {one.version for one in list_committed(scene.storage, scene.series)}
+        assert claims == (MINE in versions)
+        if scene.storage.can_rename and claims:
+            plain = find_committed(scene.storage, scene.series, MINE).name
+            assert plain == scene.series.name(MINE.step)
+        if next(checks) <= number:
+            break
+    assert number >= 2
+
+
+@pytest.mark.parametrize("storages", ["disk", "nfs", "objects"], indirect=True)
+@pytest.mark.parametrize("text", ["{name}", "{step}"])
+@pytest.mark.parametrize("has_old", [False, True])
+def test_a_death_at_every_call_is_mended_when_the_next_begins_to_write(
+    storages: Iterator[Storage], tmp_path: Path, text: str, has_old: bool
+) -> None:
+    for number in itertools.count(1):
+        scene, order = begin(next(storages), tmp_path, has_old=has_old, text=text)
+        late = Interrupted(scene.storage, 0, lambda: None, number)
+        with suppress(Died):
+            commit(late, scene.series, order, patience=IMPATIENT)
+        before = {one.version for one in list_all(scene.storage, scene.series).committed}
+        put_in_order(scene.storage, scene.series)
+        scene.check_tracker(has_old=has_old)
+        after = {one.version for one in list_all(scene.storage, scene.series).committed}
+        assert after == before
+        if late.count < number:
+            break
+        # It has changed nothing that the next commit could not do without it.
+        scene.check_after_death()
+    assert number > 10
+
+
+@pytest.mark.parametrize("storages", ["disk", "nfs", "objects"], indirect=True)
+@pytest.mark.parametrize("ending", ["goes on", "dies", "is fenced"])
+@pytest.mark.parametrize("meanwhile", [*MEANWHILE, "opened"])
+def test_an_opening_that_stands_still_at_every_call(
+    storages: Iterator[Storage], tmp_path: Path, meanwhile: str, ending: str
+) -> None:
+    """It mends what a death has left, and others commit: the same attempt, or something newer."""
+    seen = 0
+    for dies_at in itertools.count(1):
+        for number in itertools.count(1):
+            scene, order = begin(next(storages), tmp_path, has_old=True)
+            dead = Interrupted(scene.storage, 0, lambda: None, dies_at)
+            with suppress(Died):
+                commit(dead, scene.series, order, patience=IMPATIENT)
+            if not scene.is_half_done():
+                break
+            others = partial(getattr(scene, meanwhile), order)
+            late = Interrupted(scene.storage, number, others, number + 1 if ending == "dies" else 0)
+
+            def check() -> None:
+                if ending == "is fenced" and late.count >= number:  # noqa: B023
+                    raise FencedError("the master has given this node up")
+
+            with suppress(Died, FencedError):
+                put_in_order(late, scene.series, check)
+            if late.count < number:
+                break
+            seen += 1
+            if ending == "dies":
+                scene.check_after_death()
+                continue
+            if meanwhile == "opened":
+                put_in_order(scene.storage, scene.series)
+            scene.check()
+            scene.check_tracker()
+        if dead.count < dies_at:
+            break
+    assert seen > 10
+
+
+@pytest.mark.parametrize("storages", ["disk", "nfs", "objects"], indirect=True)
+@pytest.mark.parametrize("meanwhile", ["opened", "taken"])
+@pytest.mark.parametrize("has_old", [False, True])
+def test_a_commit_during_which_another_node_opens_the_directory(
+    storages: Iterator[Storage], tmp_path: Path, has_old: bool, meanwhile: str
+) -> None:
+    """What is half done because somebody is at it is not mended at its cost."""
+    for number in itertools.count(1):
+        scene, order = begin(next(storages), tmp_path, has_old=has_old)
+        late = Interrupted(scene.storage, number, partial(getattr(scene, meanwhile), order))
+        commit(late, scene.series, order, patience=IMPATIENT)
+        if late.count < number:
+            break
+        if meanwhile == "taken":
+            scene.opened(order)
+        scene.check(claims=True)
+        scene.check_tracker()
+    assert number > 10
+
+
+@pytest.mark.parametrize("storages", ["disk", "nfs", "objects"], indirect=True)
+def test_an_opening_leaves_alone_what_leads_to_a_damaged_checkpoint(
+    storages: Iterator[Storage], tmp_path: Path
+) -> None:
+    """The older one is what the job has restored."""
+    seen = nameless = 0
+    for number in itertools.count(1):
+        scene, order = begin(next(storages), tmp_path, has_old=True)
+        late = Interrupted(scene.storage, 0, lambda: None, number)
+        with suppress(Died):
+            commit(late, scene.series, order, patience=IMPATIENT)
+        newest = list_committed(scene.storage, scene.series)[0]
+        if newest.version == MINE:
+            seen += 1
+            scene.storage.remove(f"{newest.name}/{newest.manifest.files[0].name}")
+            name, told = scene.series.name(MINE.step), scene.storage.get("latest")
+            before, folders = scene.storage.files(""), scene.storage.folders("")
+            put_in_order(scene.storage, scene.series)
+            assert scene.storage.get("latest") == told
+            if name in folders or not scene.storage.can_rename:
+                assert scene.storage.files("") == before
+            else:  # On NFS, between two renames: the tracker leads to the older one again.
+                nameless += 1
+                manifest = read_manifest(scene.storage, name)
+                assert manifest is not None
+                assert is_whole(scene.storage, Committed(name, manifest))
+                assert told == name.encode()
+        if late.count < number:
+            break
+    assert seen > 1
+    assert (nameless > 0) == isinstance(scene.storage, WithoutExchange)
+
+
+@pytest.mark.parametrize("storages", ["disk", "nfs"], indirect=True)
+def test_a_whole_checkpoint_takes_the_plain_name_of_a_damaged_one_of_its_version(
+    storages: Iterator[Storage], tmp_path: Path
+) -> None:
+    scene, order = begin(next(storages), tmp_path, has_old=False)
+    commit(scene.storage, scene.series, order, patience=IMPATIENT)
+    name = scene.series.name(MINE.step)
+    (damaged,) = list_committed(scene.storage, scene.series)
+    scene.storage.remove(f"{name}/{damaged.manifest.files[0].name}")
+    scene.save(MINE)
+    assert scene.storage.get("latest") == name.encode()
+    assert [one.name for one in list_all(scene.storage, scene.series).committed] == [name]
+    scene.must_stay = [MINE]
+    scene.check()
+
+
+@pytest.mark.parametrize("keep_last", [0, 1])
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("storages", ["disk", "nfs", "objects"], indirect=True)
+def test_retention_removes_what_a_newer_version_has_replaced(
+    storages: Iterator[Storage], tmp_path: Path, is_damaged: bool, keep_last: int
+) -> None:
+    """Who gave it the name was fenced by then, or put in order what a dead node had left."""
+    scene, order = begin(next(storages), tmp_path, has_old=True)
+    series = replace(scene.series, keep_last=keep_last)
+    for number in itertools.count(1):
+        with suppress(Died):
+            late = Interrupted(scene.storage, 0, lambda: None, number)
+            commit(late, series, order, patience=IMPATIENT)
+        found = list_all(scene.storage, series).committed
+        if found[0].version == MINE:
+            break
+    assert [one.version for one in found] == [MINE, OLD]
+    if is_damaged:
+        scene.storage.remove(f"{found[0].name}/{found[0].manifest.files[0].name}")
+    else:
+        put_in_order(scene.storage, series)
+    apply_retention(scene.storage, series)
+    left = [one.version for one in list_all(scene.storage, series).committed]
+    assert left == ([MINE, OLD] if is_damaged else [MINE])
 
 
 # ---- file systems: at every system call ---------------------------------------------------------

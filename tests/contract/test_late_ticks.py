@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from holdfast.core.kernel import NOTHING, Core, Event, Outcome, Record, Tick
 from holdfast.runtime.journal import MemoryJournal
 from holdfast.runtime.loop import Driver
+from tests.hearing import Heard
 
 LIMIT_S = 60.0
 SILENCE_S = 0.01
@@ -74,6 +75,7 @@ async def stand_still(*, is_alive: bool) -> list[type[Event]]:
         execute=lambda command: None,
         observe=lambda event, now: None,
         failed=fail,
+        say=Heard(),
     )
     driver.feed(Beat())
 

@@ -13,6 +13,10 @@ from holdfast.model.errors import StateError
 from tests.storages import make_state, save
 
 V1, V2 = Version(1, 100), Version(1, 101)
+PATTERNS = (
+    *("step-{step:010d}", "global_step{step}", "{step}", "v2{step}", "{step}0", "{step}{step:03d}"),
+    *("{name}a-{step:03d}.{step}", "best"),
+)
 ELSEWHERE = ("../x", "/etc/passwd", "a/../../x", "./x", "a//b", "..", "", MANIFEST)
 
 
@@ -36,3 +40,17 @@ def test_a_manifest_that_names_a_file_elsewhere_is_not_believed(tmp_path: Path, 
     found = list_committed(storage, series, problems.append)
     assert [one.version for one in found] == [V1]
     assert len(problems) == 1
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_name_tells_its_step(pattern: str) -> None:
+    """Or a checkpoint would be passed over."""
+    series = Series("/checkpoints", pattern=pattern)
+    for step in (0, 2, 20, 200, 1234567, 2**63 - 1):
+        found = series.step_of(series.name(step))
+        assert found is not None
+        assert series.name(found) == series.name(step)
+        if "{step}{" not in pattern and "{step" in pattern:
+            assert found == step
+    for other in ("", "lost+found", "tmp-12", "step-", "global_step", "step-x1", "a-001.2"):
+        assert series.step_of(other) is None

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -94,3 +95,24 @@ def test_the_version_is_in_one_place() -> None:
     assert re.search(rf"^## {re.escape(__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert __version__ not in (ROOT / "pyproject.toml").read_text()
     assert __version__ not in (ROOT / "setup.py").read_text()
+    compat = tomllib.loads((ROOT / "packages/dlrover-compat/pyproject.toml").read_text())["project"]
+    assert compat["version"] == __version__
+    assert compat["dependencies"] == [f"holdfast[torch]=={__version__}"]
+
+
+def test_the_imports_of_dlrover_are_a_distribution_of_their_own(tree: Path, tmp_path: Path) -> None:
+    wheel = build("build_wheel", tree / "packages/dlrover-compat")
+    assert {name.split("/")[0] for name in names_in(wheel)} == {
+        "dlrover",
+        f"holdfast_dlrover_compat-{__version__}.dist-info",
+    }
+    where = "from dlrover.python.elastic_agent.sharding import client; print(client.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", where],
+        env=os.environ | {"PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.startswith(str(wheel)), done.stderr

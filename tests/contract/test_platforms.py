@@ -24,6 +24,9 @@ from holdfast.platforms.kubernetes.manifest import ElasticJob, Role
 from holdfast.platforms.kubernetes.platform import KubernetesPlatform
 from holdfast.platforms.local import LocalPlatform
 from holdfast.ports.platform import Platform
+from tests.disks import small_disk
+from tests.hearing import Heard
+from tests.integration.faults import Disk
 from tests.kube.cluster import Cluster, missing
 from tests.kube.keeper import shared_cluster
 from tests.sightings import WAIT_S, Sightings
@@ -59,6 +62,8 @@ class LocalGround:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.nodes = folder / "nodes"
+        self.said = Heard()
         self._env = {**os.environ, "STUB_FOLDER": str(folder)}
         for node_id in range(10):
             os.mkfifo(folder / str(node_id))
@@ -66,7 +71,7 @@ class LocalGround:
     @asynccontextmanager
     async def platform(self) -> AsyncIterator[Platform]:
         command = [sys.executable, "-S", "-E", "-c", STUB]
-        platform = LocalPlatform(command, self._env, self._folder / "nodes", lifeline=-1)
+        platform = LocalPlatform(command, self._env, self.nodes, lifeline=-1, say=self.said)
         yield platform
         await platform.close()
 
@@ -352,5 +357,63 @@ def test_a_node_that_ended_while_no_master_was_there(ground: Ground) -> None:
         await ground.end(1, 1)
         async with watched(ground) as (platform, seen):
             assert (await seen.end_of(1)).phase is Phase.FAILED
+
+    run(scene)
+
+
+# ---- notes of births, which only local nodes have ------------------------------------------------
+
+
+def test_a_node_that_cannot_be_noted_is_started_once_when_it_can(tmp_path: Path) -> None:
+    """It was started at once and again with each order, and was neither seen nor removed."""
+    with small_disk(tmp_path / "state", "size=1m,nr_inodes=20") as state:
+        disk = Disk(state)
+        ground = LocalGround(tmp_path)
+        ground.nodes = state / "nodes"
+
+        async def scene() -> None:
+            async with watched(ground) as (platform, seen):
+                disk.fill_inodes()
+                orders = [asyncio.create_task(platform.launch(order(n))) for n in (1, 1, 2)]
+                for node_id in (1, 2):
+                    found = await seen.of_node(node_id)
+                    assert found.phase is Phase.PENDING
+                    assert "No space left on device" in found.message
+                await platform.remove(NodeId(2))
+                assert (await seen.end_of(2)).phase is Phase.GONE
+                assert await ground.living() == []
+                disk.clear()
+                async with asyncio.timeout(WAIT_S):
+                    await asyncio.gather(*orders)
+                assert await ground.living() == [1]
+                assert len(ground.said) == 2
+                assert all("free some space" in line for line in ground.said)
+            async with watched(ground) as (platform, seen):
+                await seen.of_node(1)
+                await platform.launch(order(1))
+                disk.fill_inodes()
+                await platform.remove(NodeId(1))
+                assert (await seen.end_of(1)).reason is ExitReason.KILLED
+            assert await ground.living() == []
+
+        try:
+            run(scene)
+        finally:
+            ground.clean_up()
+
+
+def test_a_node_whose_start_broke_off_is_gone_and_foreign_files_are_none(
+    local_ground: LocalGround,
+) -> None:
+    local_ground.nodes.mkdir()
+    for name in ("1", "notes", "1.2", "-3"):
+        (local_ground.nodes / f"{name}.json").write_text(" " * 128)
+
+    async def scene() -> None:
+        async with watched(local_ground) as (platform, seen):
+            assert (await seen.end_of(1)).reason is ExitReason.LOST
+            await platform.launch(order(2))
+            await seen.of_node(2)
+            assert {sighting.node_id for sighting in seen.all} == {1, 2}
 
     run(scene)

@@ -11,8 +11,8 @@ import pytest
 
 from holdfast.checkpoint.digests import CHUNK, digest_of
 from holdfast.checkpoint.storage import open_storage
-from holdfast.checkpoint.storage_port import Storage, readable_size
-from holdfast.model.errors import RetryableError, UsageError
+from holdfast.checkpoint.storage_port import SMALL_MAX, Storage, readable_size
+from holdfast.model.errors import RetryableError, StateError, UsageError
 from tests.storages import make, s3_server
 
 
@@ -56,6 +56,27 @@ def test_what_is_written_is_read(storage: Storage, size: int) -> None:
     assert sum(moved) == size
     assert read_back(storage, "a/b/file") == content[:size]
     assert storage.files("a") == {"b/file": size}
+
+
+@pytest.mark.parametrize("kind", ["disk", "objects"])
+def test_what_is_too_large_for_a_small_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    if kind == "disk":
+        storage = open_storage(str(tmp_path))
+        (tmp_path / "small").touch()
+        os.truncate(tmp_path / "small", 4 * SMALL_MAX)
+    else:
+        storage = open_storage(f"memory://{tmp_path}")
+        storage.put("small", bytes(SMALL_MAX + 1))
+    with pytest.raises(StateError, match=r"small has more than 268\.4 MB"):
+        storage.get("small")
+    storage.remove("small")
+
+
+def test_an_empty_small_file_is_one(storage: Storage) -> None:
+    storage.write("folder/other", memoryview(b"x"), 2)
+    storage.put("folder/small", b"")
+    assert storage.get("folder/small") == b""
+    assert storage.get("folder") is None
 
 
 def test_a_shorter_file_replaces_a_longer_one(storage: Storage) -> None:

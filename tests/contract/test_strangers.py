@@ -7,6 +7,7 @@ One suite for the byte service between agents, the framed protocol (TCP, TLS, Un
 
 import asyncio
 import contextlib
+import functools
 import selectors
 import socket
 import ssl
@@ -35,12 +36,18 @@ from holdfast.runtime.tls import Identity, new_identity
 from holdfast.runtime.transport import Link, listen
 from tests.integration.peer_nodes import DIRECTORY, GET, MB, PART, TOKEN, VERSION, Node, contents
 from tests.integration.peer_nodes import started_in as nodes_in
+from tests.waiting import until
 
 LIMIT_S = 120.0
 MORE = 40
 """How many strangers come beyond those that a port keeps."""
 STRANGERS_MAX = 256
 """For ports that would keep thousands."""
+VALUE_BYTES = 128 * 1024
+UNSENT_BYTES_MAX = 8 * MB
+IN_KERNEL_BYTES = 12 * MB
+"""More than a kernel holds of the answers to a peer that reads nothing. Its limits to buffers may
+be higher (32 MB in tcp_rmem are usual), but a receiver's buffer only grows as it is read."""
 
 
 class Port(ABC):
@@ -126,6 +133,27 @@ class Seven:
         """Nobody is missed."""
 
 
+class Large(Seven):
+    """Has a large value for whoever asks for one, and knows how much it has answered each."""
+
+    def __init__(self) -> None:
+        self.links: list[Link] = []
+        self.answered: dict[int, int] = {}
+
+    def opened(self, link: Link) -> None:
+        self.links.append(link)
+        self.answered[link.number] = 0
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        if not isinstance(frame.body, m.KvCheck):
+            return super().received(link, frame)
+        self.answered[link.number] += VALUE_BYTES
+        link.answer(m.Value(bytes(VALUE_BYTES)), frame.call)
+
+    def closed(self, link: Link) -> None:
+        self.links.remove(link)
+
+
 class LoopThread:
     """An event loop as processes of ours have it, in a thread."""
 
@@ -136,6 +164,22 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What comes meanwhile, the loop finds all at once."""
+        stands, go_on = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            stands.set()
+            go_on.wait(LIMIT_S)
+
+        self._loop.call_soon_threadsafe(stand)
+        assert stands.wait(LIMIT_S)
+        try:
+            yield
+        finally:
+            go_on.set()
 
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -367,3 +411,75 @@ def test_no_flood_cuts_a_request_that_shows_the_key() -> None:
         assert len(read_all(peer)) > len(text)
     thread.run(server.close())
     thread.end()
+
+
+@contextlib.contextmanager
+def asked_for(
+    burst_bytes: int, tls: ssl.SSLContext | None, unread_s: float
+) -> Iterator[tuple[socket.socket, Large]]:
+    """A peer that has asked for much more than a server owes gladly, all in one turn of it."""
+    thread, large = LoopThread(), Large()
+    patience = functools.partial(listen, unsent_bytes_high=UNSENT_BYTES_MAX, unread_s=unread_s)
+    server = thread.run(patience("127.0.0.1:0", large, TOKEN, tls=tls))
+    port = FramedPort(server.address, STRANGERS_MAX, tls is not None)
+    try:
+        with port.secured() as peer:
+            wire = Wire(peer, idle_s=LIMIT_S)
+            prove_token(port.address, TOKEN, wire.send_bytes, wire.receive)
+            until(lambda: large.links, LIMIT_S, "the server to know it")
+            with thread.held():
+                asked = burst_bytes // VALUE_BYTES
+                wire.send_bytes(codec.encode(m.KvCheck(1, ("large",)), 1) * asked)
+            yield peer, large
+    finally:
+        thread.run(server.close())
+        thread.end()
+
+
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+def test_who_reads_nothing_of_much_is_cut(has_tls: bool, identity: Identity) -> None:
+    """With TLS all of it went out in one write, behind which nobody counted it."""
+    burst_bytes = UNSENT_BYTES_MAX + 2 * IN_KERNEL_BYTES
+    with asked_for(burst_bytes, identity.tls if has_tls else None, 1.0) as (_, large):
+        until(lambda: not large.links, LIMIT_S, "the link to be cut")
+
+
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+def test_who_reads_much_slowly_gets_all_of_it(has_tls: bool, identity: Identity) -> None:
+    """More than it takes during the server's patience is owed to it long after that."""
+    burst_bytes, patience_s, pause = 96 * MB, 4.0, threading.Event()
+    with asked_for(burst_bytes, identity.tls if has_tls else None, patience_s) as (peer, _):
+        got, slow_until = 0, time.monotonic() + 2 * patience_s
+        while got < burst_bytes:
+            data = peer.recv(MB)
+            assert data, f"cut after {got} bytes"
+            got += len(data)
+            if time.monotonic() < slow_until:
+                pause.wait(len(data) / (6 * MB))
+
+
+@pytest.mark.parametrize("name", ["master", "master-tls", "agent"])
+def test_who_asks_and_never_reads_is_cut(name: str, tmp_path: Path, identity: Identity) -> None:
+    """It holds the token: a worker gone mad, or worse. Asked for is far more than the limit."""
+    address = f"unix:{tmp_path}/agent" if name == "agent" else "127.0.0.1:0"
+    tls = identity.tls if name == "master-tls" else None
+    thread, large = LoopThread(), Large()
+    server = thread.run(listen(address, large, TOKEN, tls=tls, unsent_bytes_max=UNSENT_BYTES_MAX))
+    port = FramedPort(server.address, STRANGERS_MAX, tls is not None)
+    try:
+        for _ in range(3):
+            with port.secured() as peer:
+                wire = Wire(peer, idle_s=LIMIT_S)
+                prove_token(port.address, TOKEN, wire.send_bytes, wire.receive)
+                until(lambda: large.links, LIMIT_S, "the server to know it")
+                with thread.held():
+                    wire.send_bytes(codec.encode(m.KvCheck(1, ("large",)), 1) * 500)
+                port.serve()
+                most = UNSENT_BYTES_MAX + VALUE_BYTES + IN_KERNEL_BYTES
+                assert max(large.answered.values()) <= most
+                # Without a byte read: an answer that was taken would be owed no longer.
+                until(lambda: not large.links, LIMIT_S, "the link to be cut")
+        port.serve()
+    finally:
+        thread.run(server.close())
+        thread.end()

@@ -333,6 +333,24 @@ def test_a_round_without_a_step_is_restarted_if_the_job_has_made_steps() -> None
     assert job.round() == 3
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_job_that_has_stepped_is_restarted_once_for_want_of_a_first_step(compacted: bool) -> None:
+    """In its last evaluation it makes none, and each restart would begin that again."""
+    job = first_step_job()
+    job.beat("a", round=1, steps=1, step=0, first=0.0, last=0.0)
+    job.failed("a", 1, last=0.1)
+    assert late(job) == [ev.WorldHurt]
+    job.restart(compacted=compacted)
+    job.attach("a", round=3)
+    assert late(job) == [ev.FirstStepLate]
+    assert late(job) == []
+    assert job.round() == 3
+    # A step shows that the script is not there yet.
+    job.beat("a", round=3, steps=1, step=1, first=0.0, last=0.0)
+    job.failed("a", 3, last=0.1)
+    assert late(job) == [ev.WorldHurt]
+
+
 def test_where_no_hang_is_looked_for_a_late_step_is_only_said() -> None:
     job = first_step_job(hang_after_s=float("inf"))
     job.beat("a", round=1, steps=1, step=0, first=0.0, last=0.0)

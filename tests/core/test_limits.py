@@ -5,14 +5,16 @@ The prior art has both fields in its manifests and uses the limits for its optim
 plan, or memory that is raised, goes over them without a word.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from holdfast.core.job import events as ev
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
-from holdfast.model.order import Move, Order
+from holdfast.model.order import Move, Order, Plan
 from holdfast.model.resources import Limits, Resources
 from holdfast.model.role import RoleSpec
 from tests.core.harness import Job, fail, join, orders, reason_of_the_end, settled
@@ -250,6 +252,63 @@ def test_nodes_with_and_without_agents_share_the_limits() -> None:
     raised = out_of_memory(job, 1)
     assert raised is not None
     assert raised.memory_mib == 1300
+
+
+def part(role: str, **changes: Any) -> Plan:
+    """What a plan asks for another role."""
+    return Plan(plan_id=f"part/{role}", role=role, **changes)
+
+
+def sizes(job: Job) -> tuple[object, object]:
+    """Of the nodes with agents, and of each role without."""
+    wanted: Any = job.machines.view(job.now)["wanted"]
+    return wanted["nodes"], wanted["roles"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_plan_for_two_roles_is_not_half_done(is_first: bool) -> None:
+    """It was one plan for each: the workers got their size, and the servers' was refused."""
+    servers = RoleSpec(nodes=2, relaunches=SERVERS.relaunches, holds_variables=True)
+    workers = RoleSpec(nodes=1, relaunches=SERVERS.relaunches)
+    job = Job(JobSpec(managed=True, roles={"ps": servers, "worker": workers}))
+    parts = [part("worker", nodes=8), part("ps", nodes=4)]
+    first, other = parts if is_first else reversed(parts)
+    both = replace(first, others=(other,))
+    outcome = job.feed(ev.PlanAsked(both))
+    assert not settled(outcome)[0]
+    assert not orders(outcome)
+    assert sizes(job)[1] == {"ps": 2, "worker": 1}
+    assert settled(job.plan(suspend=True))[0]
+    # To tell it again changes nothing; another of the same words is done.
+    assert not settled(job.feed(ev.PlanAsked(both)))[0]
+    assert settled(job.feed(ev.PlanAsked(replace(both, plan_id="again")))) == (True, "it is done")
+    assert sizes(job)[1] == {"ps": 4, "worker": 8}
+    assert not settled(job.feed(ev.PlanAsked(replace(both, others=(part("chef", nodes=1),)))))[0]
+
+
+def test_a_plan_for_nodes_with_and_without_agents_is_weighed_as_a_whole() -> None:
+    evaluator = RoleSpec(nodes=1, relaunches=SERVERS.relaunches, node_memory_mib=700)
+    job = job_of(2, roles={"evaluator": evaluator}, limits=Limits(memory_mib=4000))
+    before = sizes(job)
+    # Either fits, and both do not.
+    outcome = job.plan(nodes=3, others=(part("evaluator", nodes=2),))
+    assert settled(outcome) == (
+        False,
+        "all nodes together would ask for 4400 MiB of memory, more than 4000 MiB of memory",
+    )
+    assert (sizes(job), orders(outcome)) == (before, [])
+    outcome = job.plan(nodes=1, others=(part("evaluator", nodes=0),))
+    text = "it would leave the job without any node of role evaluator"
+    assert (settled(outcome), sizes(job)) == ((False, text), before)
+    outcome = job.plan(nodes=1, others=(part("evaluator", nodes=4),))
+    text = "the job has 1 node now, 2 before; the part for role evaluator is done"
+    assert settled(outcome) == (True, text)
+    assert [(order.role, order.node_rank) for order in orders(outcome)] == [
+        ("evaluator", rank) for rank in (1, 2, 3)
+    ]
+    outcome = job.plan(role="evaluator", nodes=1, others=(part("worker", nodes=3),))
+    assert settled(outcome) == (True, "it is done")
+    assert sizes(job) == (3, {"evaluator": 1})
 
 
 def test_amounts_in_words() -> None:

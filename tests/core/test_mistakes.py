@@ -136,6 +136,22 @@ def test_a_mistake_of_every_node_ends_the_job_at_once() -> None:
     assert reason.endswith("it is not tried again without --retry-mistakes")
 
 
+ASKS = "failed with NeedsTerminal: train.py:3: breakpoint() needs a terminal"
+
+
+def test_a_rank_that_asks_a_person_ends_the_job_though_it_is_alone_and_has_stepped() -> None:
+    job = job_of("a", "b")
+    job.beat("a", round=1, steps=1, step=0, first=0.0, last=0.0)
+    job.failed("a", 1, message=ASKS, last=0.1)
+    assert job.state() == "failed"
+    assert str(job.machines.view(job.now)["reason"]) == f"rank 0 on node rank 0 {ASKS}"
+
+
+def test_a_rank_that_asks_a_person_asks_again_on_request() -> None:
+    job = job_of("a", retry_mistakes=True)
+    assert worlds(job.failed("a", 1, message=ASKS)) == [[0]]
+
+
 def test_retry_mistakes_restores_the_budget() -> None:
     job = job_of("a", retry_mistakes=True)
     assert worlds(mistake(job, "a")) == [[0]]

@@ -203,6 +203,70 @@ def test_a_first_step_that_comes_very_late_was_no_work_before() -> None:
         job.beat("a", round=1, steps=11, step=10, first=50.0, last=0.0)
 
 
+def restored_at(loaded_at: float) -> Job:
+    """A job that has stepped; its second round runs since 13 and has loaded a checkpoint."""
+    job = stepping()
+    job.failed("b", 1, at=12.0, last=0.0)
+    job.started("a", 2, at=13.0)
+    job.started("b", 2, at=13.0)
+    asks = [restore_ask(), restore_ask()]
+    checkpoint(job, asks[0], "a")
+    job.wait(loaded_at)
+    assert progress_of(job)["stage"] == "restore", "loading takes as long as it takes"
+    checkpoint(job, asks[1], "b")
+    return job
+
+
+def test_a_round_that_has_loaded_and_makes_no_step_is_at_its_last_evaluation() -> None:
+    job = restored_at(2 * STEPLESS_S)
+    job.wait(3 * STEPLESS_S - 1.0)
+    assert progress_of(job)["stage"] == "restore"
+    assert job.incidents()[0]["closed"] is False
+    told = job.wait(3 * STEPLESS_S)
+    assert progress_of(job)["stage"] == "productive"
+    assert len(of_kind(ev.IncidentClosed, told.facts)) == 1
+    (incident,) = job.incidents()
+    assert incident["closed"] is True
+    assert incident["stages"]["restore"] == pytest.approx(2 * STEPLESS_S - 13.0)
+    job.wait(4 * STEPLESS_S)
+    assert job.seconds()["restore"] == pytest.approx(2 * STEPLESS_S - 13.0)
+    assert job.seconds()["productive"] == pytest.approx(12.0 - 6.0 + 2 * STEPLESS_S)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_new_master_waits_no_longer_for_what_was_loaded_before_it(compacted: bool) -> None:
+    job = restored_at(20.0)
+    job.restart(at=30.0, compacted=compacted)
+    job.attach("a", round=2)
+    job.attach("b", round=2)
+    job.wait(13.0 + STEPLESS_S)
+    assert progress_of(job)["stage"] == "productive"
+
+
+def test_a_late_first_step_after_a_restore_was_no_work_before() -> None:
+    job = restored_at(20.0)
+    job.wait(900.0)
+    assert progress_of(job)["stage"] == "productive"
+    step = job.beat("a", at=1000.0, round=2, steps=11, step=15, first=50.0, last=0.0)
+    assert of_kind(ev.FirstStepMade, step.facts) == [ev.FirstStepMade(Round(2), 950.0)]
+    again = job.beat("b", at=1000.0, round=2, steps=11, step=15, first=50.0, last=0.0)
+    assert not of_kind(ev.FirstStepMade, again.facts)
+    assert job.seconds()["restore"] == pytest.approx(950.0 - 13.0)
+    assert job.seconds()["productive"] == pytest.approx(12.0 - 6.0 + 50.0)
+    (incident,) = job.incidents()
+    assert incident["stages"]["restore"] == pytest.approx(950.0 - 13.0)
+    assert sum(job.seconds().values()) == pytest.approx(1000.0 - 1.0)
+
+
+def test_what_a_round_without_a_step_did_is_lost_when_it_breaks() -> None:
+    job = restored_at(20.0)
+    job.wait(900.0)
+    job.failed("a", 2, at=1000.0)
+    assert job.seconds()["lost"] == pytest.approx(980.0)
+    assert job.seconds()["detect"] == 0
+    assert job.incidents()[-1]["stages"]["detect"] == 0
+
+
 def test_an_open_incident_says_what_it_is_at_and_since_when() -> None:
     job = stepping()
     job.failed("b", 1, at=12.0, last=0.5)
@@ -334,3 +398,66 @@ def test_every_second_has_exactly_one_use(history: list[tuple[str, float, int]])
                 job.restart()
         assert sum(job.seconds().values()) == pytest.approx(job.now, abs=0.01)
         assert all(seconds >= -CLOSE for seconds in job.seconds().values())
+
+
+def late_pair() -> Job:
+    """Two nodes whose workers run and have made no step in all the time they have for it."""
+    job = running_pair(silence_s=1e9, lease_s=1e9, first_step_s=7200.0)
+    job.wait(7200.0)
+    return job
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_round_without_a_first_step_is_an_incident_until_it_makes_one(compacted: bool) -> None:
+    job = late_pair()
+    (incident,) = job.incidents()
+    assert (incident["closed"], incident["round"]) == (False, 1)
+    assert incident["reason"] == "no first step within 7200 s"
+    job.restart(compacted=compacted)
+    job.attach("a", round=1)
+    job.attach("b", round=1)
+    assert [one["closed"] for one in job.incidents()] == [False]
+    step = job.beat("a", at=7500.0, round=1, steps=1, step=0, first=1.0, last=1.0)
+    assert [fact.number for fact in of_kind(ev.IncidentClosed, step.facts)] == [1]
+    (incident,) = job.incidents()
+    assert incident["closed"] is True
+    assert incident["recovery_s"] == pytest.approx(job.seconds()["start"])
+
+
+def test_a_late_first_step_took_the_time_of_its_round_only() -> None:
+    """The rounds before were of a script without steps, for all that was known: that was work."""
+    job = running_pair(silence_s=1e9, lease_s=1e9, first_step_s=7200.0)
+    job.wait(5000.0)
+    job.failed("a", 1, at=5000.0)
+    job.wait(5010.0)
+    for name in "ab":
+        job.started(name, 2, at=5010.0)
+    job.wait(12_500.0)
+    job.beat("a", at=12_500.0, round=2, steps=1, step=0, first=0.0, last=0.0)
+    assert [one["round"] for one in job.incidents()] == [1, 2]
+    assert job.incidents()[1]["recovery_s"] == pytest.approx(7500.0, abs=10.0)
+
+
+def test_the_late_first_step_of_a_job_that_succeeds_is_no_matter_any_more() -> None:
+    """Its script reports no steps."""
+    job = late_pair()
+    for name in "ab":
+        job.done(name, 1)
+    assert job.state() == "succeeded"
+    job.restart()
+    assert [one["closed"] for one in job.incidents()] == [True]
+
+
+def test_a_first_step_that_only_some_workers_made_is_an_incident_too() -> None:
+    job = running_pair(silence_s=1e9, lease_s=1e9, first_step_s=7200.0)
+    job.beat("a", at=5.0, round=1, steps=1, step=0, first=0.0, last=0.0)
+    job.wait(7200.0)
+    assert [one["reason"] for one in job.incidents()] == ["no first step within 7200 s"]
+    assert [one["closed"] for one in job.incidents()] == [True]
+
+
+def test_an_open_incident_is_not_joined_by_that_of_a_late_first_step() -> None:
+    job = running_pair(silence_s=1e9, lease_s=1e9, first_step_s=300.0)
+    job.failed("a", 1, at=10.0)
+    job.wait(400.0)
+    assert len(job.incidents()) == 1

@@ -33,6 +33,11 @@ def safe(ledger: Ledger) -> object:
     return view["safe"]
 
 
+def confirmed(ledger: Ledger) -> tuple[object, object]:
+    (view,) = ledger.machine.view()
+    return view["safe"], view["safe_confirmed"]
+
+
 def told(ledger: Ledger) -> list[str]:
     return [fact.why for fact in ledger.facts if isinstance(fact, ev.CopyFailed)]
 
@@ -94,6 +99,27 @@ def test_a_new_master_learns_from_the_calls_what_is_copied() -> None:
         first: m.Done(),
         second: m.Done(),
     }
+
+
+def test_a_new_master_does_not_say_that_nothing_is_copied_before_it_knows() -> None:
+    ledger = Ledger(2)
+    for node in (0, 1):
+        ledger.restore(node)
+    assert confirmed(ledger) == (-1, True)
+    for node in (0, 1):
+        copied(ledger, node, V5)
+    assert confirmed(ledger) == (5, True)
+    ledger.restart()
+    assert confirmed(ledger) == (-1, False)
+    for node in (0, 1):
+        copied(ledger, node, V6)
+    assert confirmed(ledger) == (6, True)
+    ledger.restart()
+    ledger.form((0, 1))
+    assert confirmed(ledger) == (-1, False), "the copies may be what the next round restores"
+    for node in (0, 1):
+        ledger.restore(node)
+    assert confirmed(ledger) == (-1, True), "the ranks went on without them"
 
 
 def test_a_new_round_waits_for_nothing_of_the_one_before() -> None:

@@ -325,6 +325,32 @@ def test_weakness_a_plan_never_leaves_roles_with_different_servers(
     assert (job.live, job.removed) == (before, [])
 
 
+def test_a_server_gets_other_resources_as_the_refusal_of_its_move_says(job: Driven) -> None:
+    """The refusal said: suspend the job, change this. A suspended job has no node to move."""
+    server = job.live["ps", 1]
+    move = {"role": "ps", "migrate": (Move(node_id=server.node_id, memory_mib=9000),)}
+    instead = "Save a checkpoint, suspend the job, give `resource` for role ps, and resume it"
+    assert instead in job.plan(plan_id="a", **move).text
+    assert job.plan(plan_id="b", role="worker", suspend=True).ok
+    assert job.plan(plan_id="c", role="ps", memory_mib=9000).ok
+    assert job.plan(plan_id="d", role="worker", suspend=False).ok
+    assert job.live["ps", 1].memory_mib == 9000
+    assert job.live["ps", 1].node_id != server.node_id
+
+
+@pytest.mark.parametrize("name", ["ps", "worker"])
+def test_no_node_is_moved_while_the_job_is_suspended(job: Driven, name: str) -> None:
+    move = (Move(node_id=job.live[name, 1].node_id),)
+    text = f"a suspended job has no nodes to move: give `resource` for role {name}, and resume it"
+    at_once = job.plan(plan_id="a", role=name, migrate=move, suspend=True)
+    assert (at_once.ok, at_once.text) == (False, text)
+    assert job.plan(plan_id="b", role="worker", suspend=True).ok
+    before = dict(job.live)
+    later = job.plan(plan_id="c", role=name, migrate=move)
+    assert (later.ok, later.text) == (False, text)
+    assert job.live == before
+
+
 def test_the_number_of_servers_changes_while_the_job_is_suspended(job: Driven) -> None:
     assert job.plan(plan_id="a", role="worker", suspend=True).ok
     assert job.plan(plan_id="b", role="ps", nodes=4, memory_mib=9000).ok

@@ -24,6 +24,7 @@ from holdfast.cli.run_options import (
     std_of,
 )
 from holdfast.model.errors import UsageError
+from holdfast.runtime.observe import Level
 
 ALL_FLAGS = {flag.name: flag for flags in FLAGS.values() for flag in flags}
 
@@ -77,6 +78,7 @@ EFFECTS: dict[str, tuple[list[str], str, object]] = {
         (signal.SIGUSR1, signal.SIGTERM),
     ),
     "log-dir": (["--log-dir", "logs"], "log_dir", Path("logs")),
+    "log-level": (["--log-level", "debug"], "log_level", Level.DEBUG),
     "redirects": (["--redirects", "12:1,1:2"], "redirects", {12: Std.OUT, 1: Std.ERR}),
     "tee": (["--tee", "3"], "tee", Std.ALL),
     "local-ranks-filter": (["--local-ranks-filter", "0,2"], "local_ranks_filter", {0, 2}),
@@ -128,6 +130,42 @@ def test_flag_without_effect_says_why(name: str) -> None:
         if field.name != "ignored":
             assert getattr(options, field.name) == getattr(plain, field.name)
     assert parse(f"--{name.replace('-', '_')}", value, "train.py") == options
+
+
+def test_the_log_level_comes_from_the_environment_too() -> None:
+    both = {"DLROVER_LOG_LEVEL": "DEBUG", "HOLDFAST_LOG_LEVEL": "warning"}
+    assert parse("train.py", env=both).log_level is Level.WARNING
+    assert parse("train.py", env={"DLROVER_LOG_LEVEL": "DEBUG"}).log_level is Level.DEBUG
+    assert "HOLDFAST_LOG_LEVEL must be one of debug, info, warning, error, not 'loud'" in mistake(
+        "train.py", env={"HOLDFAST_LOG_LEVEL": "loud"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("WARN", Level.WARNING),
+        ("warning", Level.WARNING),
+        ("CRITICAL", Level.ERROR),
+        ("FATAL", Level.ERROR),
+        ("NOTSET", Level.DEBUG),
+        ("0", Level.DEBUG),
+        ("15", Level.INFO),
+        ("30", Level.WARNING),
+        ("50", Level.ERROR),
+    ],
+)
+def test_dlrovers_level_is_one_of_pythons_logging(text: str, level: Level) -> None:
+    options = parse("train.py", env={"DLROVER_LOG_LEVEL": text})
+    assert options.log_level is level
+    assert not options.notes
+
+
+def test_a_level_of_dlrovers_that_nobody_knows_keeps_no_job_from_starting() -> None:
+    options = parse("train.py", env={"DLROVER_LOG_LEVEL": "loud"})
+    assert options.log_level is Level.INFO
+    (note,) = options.notes
+    assert "DLROVER_LOG_LEVEL='loud' is no level" in note
 
 
 def test_logs_specs_is_refused_by_name() -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bottom of the terminal: drawn below the lines, taken away before the next ones."""
 
-from holdfast.cli.screen import ROWS_MAX, Screen
+import pytest
+
+from holdfast.cli.screen import ROWS_MAX, Screen, plain
 
 
 def shown(drawn: bytes) -> list[bytes]:
@@ -55,3 +57,23 @@ def test_a_row_keeps_its_colours_to_itself_and_cannot_move_the_cursor() -> None:
     screen = Screen()
     screen.set_rows((0, True), [b"\x1b[32mgreen\x1b[5A\x1b[2J\x07 text"])
     assert shown(screen.draw(24)) == [b"\x1b[32mgreen text\x1b[0m"]
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        pytest.param(b"\x1b[1;31mred\x1b[0m\ttext\n", None, id="colours, tabs and newlines"),
+        pytest.param("\u2501\u2578 50%\n".encode(), None, id="other alphabets"),
+        pytest.param(b"\x1b[?25lhidden\x1b[?1049h\n", b"hidden\n", id="modes"),
+        pytest.param(
+            b"\x1b[6nasked\x1bc\x1b(0\x0e\n", b"asked\n", id="questions, resets, alphabets"
+        ),
+        pytest.param(
+            b"\x1b]8;id=1;file:///a\x1b\\a.py\x1b]8;;\x1b\\\n", b"a.py\n", id="links of rich"
+        ),
+        pytest.param(b"\x1b]0;title\x07text\n", b"text\n", id="titles"),
+        pytest.param(b"cut\x1b[3\nnext\x1b]0;t\nlast\x1b\n", b"cut\nnext\nlast\n", id="cut off"),
+    ],
+)
+def test_only_colours_come_through(written: bytes, shown: bytes | None) -> None:
+    assert plain(written) == (written if shown is None else shown)

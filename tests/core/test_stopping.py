@@ -8,9 +8,12 @@ import pytest
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
+from holdfast.model.checkpoint import NONE, Shape, rank_part
 from holdfast.model.job import JobSpec
 from holdfast.protocol import messages as m
-from tests.core.harness import Job, of_kind, orders
+from holdfast.protocol.checkpoints import FlushAsk, PersistOrder
+from tests.core.harness import Job, checkpoint, of_kind, orders, pushes
+from tests.core.ledger import V5, holding
 
 TWO = JobSpec(min_nodes=2, max_nodes=2)
 
@@ -81,3 +84,17 @@ def test_a_job_that_was_stopped_orders_its_nodes_again() -> None:
     job.leave("b")
     assert not orders(job.wait(job.now + 60.0))
     assert [order.node_rank for order in orders(job.restart())] == [0, 1]
+
+
+def test_a_node_that_comes_back_to_a_stopped_job_brings_its_memory_to_storage() -> None:
+    """The master died about when the job was stopped, and the next one stops it at once."""
+    job = Job(JobSpec())
+    job.attach("a")
+    job.restart(at=5.0)
+    stop(job)
+    job.attach("a", at=6.0, round=1)
+    flush = FlushAsk("/ckpt", (holding(V5, rank_part(0), Shape(1, shared=False)),), NONE)
+    asked = checkpoint(job, flush, "a")
+    assert job.state() == "stopped"
+    (order,) = [body for _, body in pushes(asked) if isinstance(body, PersistOrder)]
+    assert order.version == V5

@@ -4,6 +4,7 @@
 from holdfast.core.job import records as rec
 from holdfast.core.job.scopes import (
     ANSWERS_BYTES_MAX,
+    ENTRY_BYTES,
     NAME_MAX,
     PIECE_BYTES,
     SCOPE_BYTES_MAX,
@@ -124,6 +125,29 @@ def test_a_scope_that_is_full_says_so_until_something_is_deleted() -> None:
     assert job.answer(m.KvSet(0, "1", LARGEST)) == m.Done()
 
 
+def test_a_key_that_comes_more_than_once_counts_with_its_last_value() -> None:
+    job = store()
+    count = SCOPE_BYTES_MAX // VALUE_BYTES_MAX
+    for number in range(count):
+        assert job.answer(m.KvSet(0, str(number), LARGEST)) == m.Done()
+    again = ("0",) * 30
+    refused(job, m.KvMultiSet(0, ("more", *again), (LARGEST, *[b""] * 29, LARGEST)), "are full")
+    refused(job, m.KvMultiSet(0, ("a", "b", *again), (LARGEST, LARGEST, *[b""] * 30)), "are full")
+    # What it makes free counts once, and a new key that comes twice costs once.
+    keys, values = ("more", "0", "0", "more"), (LARGEST, LARGEST, b"", LARGEST)
+    assert job.answer(m.KvMultiSet(0, keys, values)) == m.Done()
+    refused(job, m.KvSet(0, "0", LARGEST), "are full")
+
+
+def test_a_name_counts_with_its_bytes() -> None:
+    job = store()
+    names = ("\N{EURO SIGN}" * (NAME_MAX - 5) + f"{number:05}" for number in range(NAME_MAX))
+    fit = SCOPE_BYTES_MAX // (ENTRY_BYTES + 3 * (NAME_MAX - 5) + 5)
+    for _ in range(fit):
+        assert job.answer(m.KvSet(0, next(names), b"")) == m.Done()
+    refused(job, m.KvSet(0, next(names), b""), "are full")
+
+
 def test_scopes_have_a_limit_and_reading_makes_none() -> None:
     job = store()
     for number in range(2, 3 * SCOPES_MAX):
@@ -153,19 +177,51 @@ def test_the_sessions_that_were_quiet_longest_are_forgotten() -> None:
     assert "1" not in kept
 
 
-def test_remembered_answers_have_a_limit_together() -> None:
+def test_remembered_values_have_a_limit_together() -> None:
     sync = Sync()
     fit = ANSWERS_BYTES_MAX // VALUE_BYTES_MAX
+    sync.apply(rec.SessionRemembered(0, "light", 1, m.Number(1)))
     for number in range(2 * fit):
         sync.apply(rec.SessionRemembered(0, str(number), 1, m.Value(LARGEST)))
-    kept = [r.session for r in of_kind(rec.SessionRemembered, list(sync.snapshot()))]
-    assert kept == [str(number) for number in range(fit, 2 * fit)]
+
+    def kept(sync: Sync) -> dict[str, m.Answer]:
+        return {r.session: r.answer for r in of_kind(rec.SessionRemembered, list(sync.snapshot()))}
+
+    found = kept(sync)
+    assert len(found) == 2 * fit + 1, "an answer is forgotten, its session is not"
+    assert found["light"] == m.Number(1)
+    whole = [str(number) for number in range(fit, 2 * fit)]
+    assert [session for session, one in found.items() if isinstance(one, m.Value)] == whole
+    assert kept(replayed(list(sync.snapshot()))) == found
     # An answer that takes the place of a large one takes its bytes, too.
-    for session in kept:
+    for session in whole:
         sync.apply(rec.SessionRemembered(0, session, 2, m.Done()))
     for number in range(fit):
         sync.apply(rec.SessionRemembered(0, str(number), 2, m.Value(LARGEST)))
-    assert len(of_kind(rec.SessionRemembered, list(sync.snapshot()))) == 2 * fit
+    assert not any(isinstance(one, m.Refused) for one in kept(sync).values())
+
+
+def test_no_request_takes_effect_twice_however_much_others_have_popped() -> None:
+    job = store()
+    add, pop = m.KvAdd(0, "n", 1), m.QueuePop(0, "q", 0.0)
+
+    def pop_as(session: str) -> list[m.Answer]:
+        return answers(job.ask(pop, "a", session=session, seq=1))
+
+    assert answers(job.ask(add, "a", session="w0", seq=1)) == [m.Number(1)]
+    count = 2 * (ANSWERS_BYTES_MAX // VALUE_BYTES_MAX)
+    for number in range(count):
+        job.answer(m.QueuePush(0, "q", LARGEST))
+        assert pop_as(str(number)) == [m.Value(LARGEST)]
+    assert answers(job.ask(add, "a", session="w0", seq=1)) == [m.Number(1)]
+    assert job.answer(m.KvGet(0, ("n",), 0.0)) == m.Values((b"1",))
+    # A pop whose answer is gone takes no second element.
+    job.answer(m.QueuePush(0, "q", b"next"))
+    (refused_pop,) = pop_as("0")
+    assert isinstance(refused_pop, m.Refused)
+    assert "took effect" in refused_pop.message
+    assert pop_as(str(count - 1)) == [m.Value(LARGEST)]
+    assert job.answer(m.QueueLength(0, "q")) == m.Number(1)
 
 
 # ---- snapshots ----------------------------------------------------------------------------------

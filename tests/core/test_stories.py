@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the master tells, for programs too: a sentence leads to its node, round and incident."""
 
+from collections.abc import Sequence
+
+import pytest
+
 from holdfast.core.job import events as ev
+from holdfast.core.kernel import Event
 from holdfast.master.stories import describe_progress, fields_of, tell
 from holdfast.model.checkpoint import Version
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason
-from tests.core.harness import Job, running_pair
+from tests.core.harness import Job, of_kind, running_fleet, running_pair
 
 
 def test_a_story_says_what_it_is_about() -> None:
@@ -17,6 +22,80 @@ def test_a_story_says_what_it_is_about() -> None:
     committed = ev.CheckpointCommitted("/ckpt", Version(1, 500), "x-1")
     assert fields_of(committed) == {"directory": "/ckpt", "step": 500}
     assert "step 500 is committed" in tell(committed)
+
+
+def test_every_story_of_an_incident_has_its_number_from_the_first_on() -> None:
+    """Also where the next incident has been noted by the time that a story is told."""
+    job = running_pair(silence_s=1e4, lease_s=2e4)
+    told = []
+    for broken in (1, 2):
+        told += job.failed("b", broken, at=100.0 * broken).facts
+        # Workers that fail before their first step have their next round after a pause.
+        told += job.wait(at=100.0 * broken + 50.0).facts
+        for name in "ab":
+            told += job.started(name, broken + 1, at=100.0 * broken + 51.0).facts
+    numbers: dict[str, list[object]] = {}
+    for fact in told:
+        about = fields_of(fact, job.machines.progress.incident_of)
+        numbers.setdefault(type(fact).__name__, []).append(about.get("incident"))
+    for kind in ("WorldBroken", "WorldFormed", "WorldStarted"):
+        assert numbers[kind] == [1, 2]
+
+
+def test_a_round_that_no_incident_ended_has_none() -> None:
+    """The first one, and the one after a suspension."""
+    job = running_fleet(2)
+    told = [*job.plan(at=10.0, suspend=True).facts]
+    for name in ("n0", "n1"):
+        told += job.leave(name, at=11.0).facts
+    assert of_kind(ev.WorldBroken, told)
+    for fact in told:
+        assert "incident" not in fields_of(fact, job.machines.progress.incident_of)
+
+
+def numbers_of(job: Job, facts: Sequence[Event]) -> dict[str, object]:
+    """The incident that each kind of story is told with, if any."""
+    incident_of = job.machines.progress.incident_of
+    return {type(fact).__name__: fields_of(fact, incident_of).get("incident") for fact in facts}
+
+
+@pytest.mark.parametrize("failures", [0, 1], ids=["the first round", "after an incident"])
+def test_a_late_first_step_is_told_with_its_own_incident(failures: int) -> None:
+    """One that is still open when the first step is late goes on, and no other is noted."""
+    job = running_pair(silence_s=1e9, lease_s=1e9, first_step_s=7200.0)
+    for broken in range(1, failures + 1):
+        job.failed("a", broken, at=10.0)
+        job.wait(60.0)
+        for name in "ab":
+            job.started(name, broken + 1, at=61.0)
+        job.beat("a", at=70.0, round=broken + 1, steps=1, step=0, first=0.0, last=0.0)
+    assert numbers_of(job, job.wait(9000.0).facts) == {"FirstStepLate": failures + 1}
+
+
+def test_a_late_first_step_of_an_open_incident_is_told_with_that() -> None:
+    job = running_pair(silence_s=1e9, lease_s=1e9, first_step_s=300.0)
+    job.failed("a", 1, at=10.0)
+    job.wait(60.0)
+    for name in "ab":
+        job.started(name, 2, at=61.0)
+    assert numbers_of(job, job.wait(400.0).facts)["FirstStepLate"] == 1
+
+
+def test_a_suspension_is_not_told_with_the_late_first_step_of_its_round() -> None:
+    """Nor is the round that follows, and nothing is recovered from meanwhile."""
+    job = running_fleet(2, first_step_s=300.0)
+    assert numbers_of(job, job.wait(400.0).facts)["FirstStepLate"] == 1
+    told = [*job.plan(at=410.0, suspend=True).facts]
+    for name in ("n0", "n1"):
+        told += job.leave(name, at=411.0).facts
+    assert numbers_of(job, told)["WorldBroken"] is None
+    assert [one["closed"] for one in job.incidents()] == [True]
+
+
+def test_of_a_script_without_steps_the_line_of_status_says_so() -> None:
+    job = running_pair(silence_s=1e9, lease_s=1e9, first_step_s=300.0)
+    job.wait(420.0)
+    assert line(job, 420.0).startswith("no step reported for 7 min; the workers are left alone | ")
 
 
 def line(job: Job, at: float) -> str:

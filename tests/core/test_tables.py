@@ -57,10 +57,10 @@ JOB = JobView(
 )
 
 
-def shown(width: int, **options: Any) -> str:
+def shown(width: int, job: JobView = JOB, **options: Any) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, highlight=False, **options)
-    status.print_view(console, JOB, "127.0.0.1:43125")
+    status.print_view(console, job, "127.0.0.1:43125")
     return out.getvalue()
 
 
@@ -85,6 +85,31 @@ def test_the_status_has_the_speed_and_the_time_left() -> None:
     words = " ".join(shown(120).split())
     assert "step 123,456 of 1,000,000 (130,000 finished" in words
     assert "speed 12.3 steps/s, 19 h 43 min left" in words
+
+
+@pytest.mark.parametrize(
+    ("part", "now"), [("", "now restore for 12.0 s"), ("load", "now load for 12.0 s")]
+)
+def test_an_open_incident_says_what_it_is_at_and_for_how_long(part: str, now: str) -> None:
+    stages = {"detect": 0.5, "rendezvous": 0.25, "restart": 0.125}
+    incident = IncidentView(
+        2,
+        "node rank 1 was lost",
+        round=3,
+        at_s=100.0,
+        stages=stages,
+        recovery_s=75.0,
+        stage="restore",
+        part=part,
+        stage_s=12.0,
+        open_s=75.0,
+    )
+    job = JobView("train", "running", progress=ProgressView(incidents=(incident,)))
+    text = " ".join(shown(120, job).split())
+    assert "round 3: node rank 1 was lost" in text
+    stages_shown = "detect 0.5, rendezvous 0.2, restart 0.1"
+    assert f"not over after 1 min 15 s, {now}: {stages_shown}" in text
+    assert "recovery 75" not in text
 
 
 def test_each_log_folder_is_named_once() -> None:

@@ -345,6 +345,38 @@ def test_who_is_asked_again_to_go_still_flushes(first: Event, again: Event, when
     assert exit.exit_code == 143
 
 
+@pytest.mark.parametrize("when", ["at once", "during the flush", "after the exit"])
+def test_a_job_that_ends_well_while_its_node_goes_has_ended_well(when: str) -> None:
+    """SIGTERM came between the end of the workers and that of the job: both succeeded."""
+    well = m.JobEnded(True, "all workers are done")
+    end, succeeded = ev.EndReceived(well), ev.ExitAgent(0, "all workers are done", well)
+    node = Node().running()
+    node.exited(0)
+    if when == "at once":
+        node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
+        assert node.tell(end) == []
+        assert node.exited(1) == [ev.Flush()]
+        assert node.tell(ev.Flushed()) == [succeeded]
+        return
+    assert reports(node.exited(1)) == [m.WorkersDone(1)]
+    if when == "during the flush":
+        asked = node.tell(ev.ShutdownRequested("SIGTERM", 143, flush=True))
+        assert asked == [ev.EndWorkers(gently=True), ev.Flush()]
+        assert node.tell(end) == []
+        assert node.tell(ev.Flushed()) == [succeeded]
+    else:
+        exit = ev.ExitAgent(143, "SIGTERM", None)
+        assert node.tell(ev.ShutdownRequested("SIGTERM", 143))[-1] == exit
+        assert node.tell(end) == [succeeded]
+
+
+def test_a_job_that_failed_changes_nothing_of_how_its_node_went() -> None:
+    node = Node(1).running()
+    node.tell(ev.ShutdownRequested("SIGTERM", 143))
+    assert node.tell(ev.EndReceived(m.JobEnded(False, "it failed"))) == []
+    assert node.exited(0)[-1] == ev.ExitAgent(143, "SIGTERM", None)
+
+
 def test_a_person_who_asks_twice_does_not_wait_for_the_flush() -> None:
     node = Node().running()
     node.tell(ev.ShutdownRequested("SIGINT", 130, flush=True))

@@ -3,7 +3,7 @@
 //
 // The switches are in the file that $FAULTS_FILE names, mapped by every process of the job:
 // seconds that the wall clock is ahead, whether writes under a path fail with EIO, whether the file
-// system has no locks, and whether a rename to a name under that path waits.
+// system there has no locks, and whether a rename to a name under that path waits.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -25,7 +25,11 @@ struct switches {
     volatile int no_locks;
     volatile int hold;
     volatile int held;  // Set by the process that waits.
-    char prefix[232];
+    // So often each fault has acted, in all processes.
+    volatile int clock_reads;
+    volatile int eio_refusals;
+    volatile int lock_refusals;
+    char prefix[220];
 };
 
 static struct switches none;
@@ -47,6 +51,8 @@ static int is_meant(const char *path) {
     return strncmp(path, now()->prefix, strlen(now()->prefix)) == 0;
 }
 
+static void count(volatile int *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
 static void *real(const char *name) { return dlsym(RTLD_NEXT, name); }
 
 // ---- the wall clock -----------------------------------------------------------------------------
@@ -55,7 +61,10 @@ int clock_gettime(clockid_t clock, struct timespec *time) {
     static int (*original)(clockid_t, struct timespec *);
     if (!original) original = real("clock_gettime");
     int answer = original(clock, time);
-    if (clock == CLOCK_REALTIME && answer == 0) time->tv_sec += (time_t)now()->clock_s;
+    if (clock == CLOCK_REALTIME && answer == 0 && now()->clock_s != 0) {
+        time->tv_sec += (time_t)now()->clock_s;
+        count(&now()->clock_reads);
+    }
     return answer;
 }
 
@@ -69,8 +78,7 @@ int gettimeofday(struct timeval *restrict time, void *restrict zone) {
 
 // ---- a disk that fails --------------------------------------------------------------------------
 
-static int fails(int file) {
-    if (!now()->eio) return 0;
+static int is_meant_file(int file) {
     char link[40], path[4096];
     snprintf(link, sizeof link, "/proc/self/fd/%d", file);
     ssize_t length = readlink(link, path, sizeof path - 1);
@@ -83,7 +91,8 @@ static int fails(int file) {
     type name parameters {                              \
         static type(*original) parameters;              \
         if (!original) original = real(#name);          \
-        if (fails(file)) {                              \
+        if (now()->eio && is_meant_file(file)) {                      \
+            count(&now()->eio_refusals);                \
             errno = EIO;                                \
             return -1;                                  \
         }                                               \
@@ -115,7 +124,8 @@ int rename(const char *from, const char *to) {
 int flock(int file, int operation) {
     static int (*original)(int, int);
     if (!original) original = real("flock");
-    if (now()->no_locks) {
+    if (now()->no_locks && is_meant_file(file)) {
+        count(&now()->lock_refusals);
         errno = ENOLCK;
         return -1;
     }
@@ -135,7 +145,8 @@ static int is_a_lock(int command) {
         va_start(arguments, command);                         \
         void *argument = va_arg(arguments, void *);           \
         va_end(arguments);                                    \
-        if (is_a_lock(command) && now()->no_locks) {          \
+        if (is_a_lock(command) && now()->no_locks && is_meant_file(file)) { \
+            count(&now()->lock_refusals);                     \
             errno = ENOLCK;                                   \
             return -1;                                        \
         }                                                     \

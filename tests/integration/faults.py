@@ -26,7 +26,8 @@ import pytest
 SOURCE = Path(__file__).with_name("faults.c")
 _CLOCK = struct.Struct("=d")
 _FLAG = struct.Struct("=i")
-_EIO, _NO_LOCKS, _HOLD, _HELD, _PREFIX, _SIZE = 8, 12, 16, 20, 24, 256
+_EIO, _NO_LOCKS, _HOLD, _HELD, _COUNTERS, _PREFIX, _SIZE = 8, 12, 16, 20, 24, 36, 256
+_COUNTER = struct.Struct("=iii")
 """Where the switches are: see `struct switches`."""
 
 
@@ -50,8 +51,9 @@ class Switches:
         """Nothing can be written to files under this path; None: everywhere again."""
         self._set(_EIO, prefix)
 
-    def no_locks(self, *, gone: bool) -> None:
-        _FLAG.pack_into(self._mapped, _NO_LOCKS, gone)
+    def no_locks(self, prefix: Path | None) -> None:
+        """No file under this path can be locked; None: all can be again."""
+        self._set(_NO_LOCKS, prefix)
 
     def hold(self, prefix: Path | None) -> None:
         """Who renames something to a name under this path waits; None: nobody waits any more."""
@@ -60,6 +62,13 @@ class Switches:
     def is_held(self) -> bool:
         """Whether a process has come to such a rename."""
         return bool(_FLAG.unpack_from(self._mapped, _HELD)[0])
+
+    def acted(self) -> dict[str, int]:
+        """How often each fault has changed or refused a call: reads of the wall clock, EIO, locks.
+
+        One that has never acted has tested nothing."""
+        counts = _COUNTER.unpack_from(self._mapped, _COUNTERS)
+        return dict(zip(("clock", "eio", "locks"), counts, strict=True))
 
     def _set(self, flag: int, prefix: Path | None) -> None:
         if prefix is not None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ import uvloop
 
 from holdfast.agent.children import leave_alone
 from holdfast.agent.processes import Processes, RunMode, WorkerOrder
+from holdfast.runtime.observe import Details, Level
 from holdfast.worker.progress import Progress, ProgressCell
 from tests.waiting import until
 
@@ -35,11 +37,18 @@ Event = dict[str, Any]
 class Agent:
     """Starts the program and speaks with it."""
 
-    def __init__(self, folder: Path, *, spares: bool = True, loop: str = "uvloop") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        spares: bool = True,
+        loop: str = "uvloop",
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, loop, str(int(spares)), str(folder)],
+            [*prefix, sys.executable, __file__, loop, str(int(spares)), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -168,6 +177,11 @@ def emit(kind: str, **fields: object) -> None:
     print(json.dumps({"kind": kind} | fields), flush=True)
 
 
+def say(sentence: str | Details, level: Level = Level.INFO, /) -> None:
+    """What people see, and what is in a log file only."""
+    emit("say" if level >= Level.INFO else "detail", text=str(sentence))
+
+
 class Program:
     """The agent's side."""
 
@@ -176,7 +190,7 @@ class Program:
             on_exit=lambda ended: emit("exit", **dataclasses.asdict(ended)),
             on_stopped=lambda rank, number: emit("stopped", local_rank=rank, signal=number),
             on_continued=lambda rank: emit("continued", local_rank=rank),
-            say=lambda sentence: emit("say", text=sentence),
+            say=say,
             spares=spares,
             base_env=os.environ,
             excluded_roots=(folder,),

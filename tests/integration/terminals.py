@@ -67,6 +67,9 @@ class TerminalCommand:
             seen = self._changed.wait_for(lambda: re.search(pattern, self._text), timeout_s)
         assert seen, f"no {pattern!r} in {timeout_s:g} s:\n{self.text}"
 
+    def resize(self, lines: int, columns: int) -> None:
+        termios.tcsetwinsize(self._terminal, (lines, columns))
+
     def type(self, text: str) -> None:
         os.write(self._screen, text.encode())
 

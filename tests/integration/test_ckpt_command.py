@@ -57,6 +57,13 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_show_cuts_no_path_on_60_columns(series: Series, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = ckpt("show", series.directory).stdout
+    assert f"{series.directory}/step-0000000200" in "".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 60
+
+
 def test_ls_lists_the_newest_first(series: Series) -> None:
     shown = ckpt("ls", series.directory)
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -31,6 +31,7 @@ from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 from holdfast.runtime.settings import WorkerPlace
 from holdfast.runtime.transport import listen
+from tests.hearing import Heard
 from tests.integration.peer_nodes import Fault, Proxy
 
 DIR = "/checkpoints"
@@ -181,9 +182,9 @@ async def world(
     async with contextlib.AsyncExitStack() as stack:
         members = []
         for number, reach in enumerate(addresses):
-            said: list[str] = []
+            said = Heard()
             upstream = Upstream(exchange, number)
-            vault = Vault(upstream, said.append, TOKEN, 1, has_tls=has_tls, host="127.0.0.1")
+            vault = Vault(upstream, said, TOKEN, 1, has_tls=has_tls, host="127.0.0.1")
             stack.push_async_callback(vault.close)
             vault.joined(number)
             socket = f"unix:{folder}/{number}.sock"

@@ -2,7 +2,7 @@
 """What a master does with a desk, whichever it is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,10 @@ from holdfast.model.order import WORKER, Order, Plan
 from holdfast.model.role import RoleSpec
 from holdfast.ports.platform import Sighting
 from holdfast.protocol import messages as m
+from holdfast.runtime.token import read_token
+from holdfast.runtime.transport import connect
+from tests.hearing import Heard
+from tests.integration.live_master import RULES, HollowAgent
 
 WAIT_S = 60.0
 
@@ -48,7 +52,12 @@ class PaperDesk:
 
 
 async def serve(
-    folder: Path, desk: PaperDesk, spec: JobSpec | None = None, **surroundings: Any
+    folder: Path,
+    desk: PaperDesk,
+    spec: JobSpec | None = None,
+    announce: Callable[[str], None] | None = None,
+    said: Heard | None = None,
+    **surroundings: Any,
 ) -> m.JobEnded | None:
     """A master beside this desk, without a platform unless one is given."""
     settings = MasterSettings(
@@ -62,11 +71,11 @@ async def serve(
         insecure=False,
         spec=spec or JobSpec(),
     )
-    said: list[str] = []
+    said = Heard() if said is None else said
     return await run_master(
         settings,
-        say=said.append,
-        announce=said.append,
+        say=said,
+        announce=announce or said,
         surroundings=Surroundings(make_desk=lambda: desk, **surroundings),
     )
 
@@ -127,6 +136,7 @@ class PaperPlatform:
 
     def __init__(self, known: Collection[NodeId]) -> None:
         self.known = set(known)
+        self.was_looked_again = asyncio.Event()
         self._seen: asyncio.Queue[Sighting] = asyncio.Queue()
 
     async def launch(self, order: Order) -> None:
@@ -140,7 +150,7 @@ class PaperPlatform:
             yield await self._seen.get()
 
     def look_again(self) -> None:
-        pass
+        self.was_looked_again.set()
 
     async def close(self) -> None:
         pass
@@ -174,3 +184,82 @@ def test_the_next_master_tells_the_platform_which_nodes_there_were(
     asyncio.run(one_master())
     asyncio.run(one_master())
     assert [platform.known for platform in platforms] == [set(), {0, 1}]
+
+
+def test_when_the_stream_of_a_node_breaks_its_platform_looks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A platform that hears of a lost machine only minutes later is asked about it at once."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    spec = JobSpec(max_nodes=1, managed=True, size_from_platform=True)
+
+    async def scene() -> None:
+        desk, platform = PaperDesk(), PaperPlatform(())
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        announced = address.set_result
+        make = {"make_platform": lambda _: platform}
+        serving = asyncio.create_task(serve(tmp_path, desk, spec, announced, **make))
+        async with asyncio.timeout(WAIT_S):
+            where, agent = await address, HollowAgent()
+            while not (await desk.views.get())["nodes"]:
+                pass  # Nobody may come before the node is ordered.
+            token = read_token(tmp_path / "state" / "token")
+            agent.use(await connect(where, agent, token))
+            attach = m.Attach("key", RULES, nproc=1, host="h", store_port=1, node_id=0, node_rank=0)
+            assert isinstance(await agent.ask(attach), m.Attached)
+            assert not platform.was_looked_again.is_set()
+            agent.hang_up()
+            await platform.was_looked_again.wait()
+            desk.handed_in.put_nowait(None)
+            await serving
+
+    asyncio.run(scene())
+
+
+def test_an_order_that_fails_ends_the_master_and_the_next_one_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost without a word: the core waited for a node that nothing would start."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    spec = JobSpec(max_nodes=1, managed=True, size_from_platform=True)
+
+    class BrokenPlatform(PaperPlatform):
+        async def launch(self, order: Order) -> None:
+            raise ValueError(f"node {order.node_id} cannot be ordered")
+
+    async def scene() -> None:
+        desk = PaperDesk()
+        with pytest.raises(ValueError, match="node 0 cannot be ordered"):
+            await asyncio.wait_for(
+                serve(tmp_path, desk, spec, make_platform=BrokenPlatform), WAIT_S
+            )
+        serving = asyncio.create_task(serve(tmp_path, desk, spec, make_platform=PaperPlatform))
+        async with asyncio.timeout(WAIT_S):
+            while not any(
+                row["phase"] == Phase.RUNNING
+                for row in (await desk.views.get())["nodes"]  # type: ignore[attr-defined]
+            ):
+                pass
+            desk.handed_in.put_nowait(None)
+            await serving
+
+    asyncio.run(scene())
+
+
+def test_what_a_desk_is_not_told_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    class DeafDesk(PaperDesk):
+        async def tell(self, kind: str, text: str) -> None:
+            raise ValueError("the desk is deaf")
+
+    async def scene() -> None:
+        desk, said = DeafDesk(), Heard()
+        serving = asyncio.create_task(serve(tmp_path, desk, said=said))
+        async with asyncio.timeout(WAIT_S):
+            await desk.views.get()
+            desk.handed_in.put_nowait(None)
+            assert await serving
+        assert any("ValueError: the desk is deaf" in line for line in said)
+
+    asyncio.run(scene())

@@ -27,6 +27,13 @@ def test_a_script_written_for_dlrover_goes_on_after_a_kill(jobs: Jobs) -> None:
     jobs.expect_nothing_left()
 
 
+def test_a_master_by_hand_names_the_variables_that_it_does_not_read(jobs: Jobs) -> None:
+    master = jobs.master(HOST_PORTS="1,2", DLROVER_LOG_LEVEL="INFO")
+    said = [line for line in master.err if "not read by Holdfast" in line]
+    assert len(said) == 1
+    assert said[0].endswith("HOST_PORTS (docs/from-dlrover.md#variables)")
+
+
 def test_nodes_that_are_started_by_hand_find_their_master_and_rank(jobs: Jobs) -> None:
     """By the prior art's variables alone; the second one to be started asks for the first slot."""
     master = jobs.master()

@@ -18,6 +18,7 @@ from holdfast.protocol.data import Consumed, DataMarked, Mark
 from holdfast.runtime.token import make_token
 from holdfast.runtime.transport import listen
 from holdfast.torch import Checkpointer
+from tests.hearing import Heard
 from tests.integration.patient_master import PatientMaster
 
 Run = Callable[[Callable[[Checkpointer], None]], list[tuple[Mark, ...]]]
@@ -65,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     async def under_a_vault(program: Callable[[], None]) -> list[tuple[Mark, ...]]:
         secret, master = make_token(token), PatientMaster()
         async with contextlib.AsyncExitStack() as stack:
-            vault = Vault(master, lambda text: None, secret, 1)
+            vault = Vault(master, Heard(), secret, 1)
             stack.push_async_callback(vault.close)
             server = await listen(environment["HOLDFAST_SOCKET"], Relay(master, vault), secret)
             stack.push_async_callback(server.close)

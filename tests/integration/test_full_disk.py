@@ -3,6 +3,8 @@
 
 import asyncio
 import resource
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,6 +17,8 @@ from holdfast.model.errors import DiskFullError
 from holdfast.runtime import loop as runtime_loop
 from holdfast.runtime.journal import SqliteJournal
 from holdfast.runtime.loop import Driver
+from holdfast.runtime.observe import Level
+from holdfast.worker.progress import CELL_BYTES, ProgressCell
 from tests.disks import filled, small_disk
 from tests.integration.jobs import SCRIPTS, Jobs
 
@@ -75,7 +79,7 @@ class Desk:
             execute=lambda command: self.out.append(type(command).__name__),
             observe=lambda event, now: self.out.append(type(event).__name__),
             failed=self.failures.append,
-            say=self.said.put_nowait,
+            say=lambda text, level=Level.INFO: self.said.put_nowait(str(text)),
         )
 
     async def hear(self) -> str:
@@ -131,6 +135,43 @@ def test_a_master_that_is_to_end_waits_only_for_a_moment(
     asyncio.run(scene())
 
 
+OPENS = """import sys
+from holdfast.worker.progress import CELL_BYTES, ProgressCell
+ProgressCell.open(sys.argv[1]).advance(5.0)
+"""
+
+
+@pytest.mark.parametrize("folder", ["full", "not there"])
+def test_a_progress_cell_needs_no_room(disk: Path, folder: str) -> None:
+    """A worker opens it by its path, and both see the same memory."""
+    with filled(disk):
+        path = disk / "cell" if folder == "full" else disk / "none" / "cell"
+        cell = ProgressCell.create(str(path))
+        subprocess.run([sys.executable, "-c", OPENS, cell.path], check=True, timeout=WAIT_S)
+        assert cell.read().last_step_at == 5.0
+        assert cell.read().reported_step == -1
+        assert not path.exists()
+        cell.close()
+
+
+def test_what_is_no_progress_cell_is_not_written_to(tmp_path: Path) -> None:
+    """The path of a cell in memory has the number of a descriptor, which may be given again."""
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * (CELL_BYTES + 1))
+    with pytest.raises(OSError, match="not the progress of a worker"):
+        ProgressCell.open(str(other))
+    assert other.read_bytes() == b"x" * (CELL_BYTES + 1)
+
+
+def test_what_workers_print_in_vain_is_said_once(jobs: Jobs) -> None:
+    """Also where their files can be made, but not a byte written."""
+    with small_disk(jobs.folder / "logs", "size=1m,nr_inodes=1000") as logs, filled(logs):
+        script = jobs.write("prints.py", "import sys; print('x' * 10000, file=sys.stderr)")
+        job = jobs.run("--log-dir", str(logs), "--nproc-per-node", "2", script)
+        job.succeeds()
+        assert job.count("what the workers print is not kept: .*No space left on device") == 1
+
+
 @pytest.mark.parametrize("killed", [False, True], ids=["", "and the master is killed meanwhile"])
 def test_a_job_outlives_a_full_disk(jobs: Jobs, killed: bool) -> None:
     with ExitStack() as mounts:
@@ -160,7 +201,7 @@ def test_a_master_that_breaks_off_is_started_again_in_place(jobs: Jobs) -> None:
     (master,) = jobs.running("master")
     resource.prlimit(master.pid, resource.RLIMIT_FSIZE, (1, 1))
     psutil.Process(before[0].pid).kill()
-    job.wait_line("the master was ended by an error, see above; starting it again")
+    job.wait_line("the master was ended: .*; starting it again")
     jobs.wait_world(2, after=before)
     jobs.finish()
     job.succeeds()

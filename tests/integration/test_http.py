@@ -3,6 +3,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.master.http import http_key, serve
-from holdfast.master.view import JobView
+from holdfast.master.metrics import Metrics
+from holdfast.master.view import CheckpointsView, JobView, SavingView
 from holdfast.model.errors import StateError, UsageError
 from holdfast.runtime.http import HEADER_BYTES_MAX
 from tests.integration.live_master import Home, Master, recovered_once, running_master
 
 TOKEN = b"0123456789abcdef"
 DEADLINE_S = 120.0
+STEP = "holdfast_checkpoint_step"
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,16 @@ def test_the_job_as_json(master: Master) -> None:
     assert job["world"]["state"] == "waiting for nodes"
 
 
+def test_the_job_says_the_time_of_day_of_now_and_of_its_start(master: Master) -> None:
+    before = time.time()
+    answer = get(f"{master.http}/api/v1/job", headers=bearer(master.token))
+    job = msgspec.json.decode(answer.content, type=JobView)
+    # The times are rounded to milliseconds.
+    assert before - 1.0 < job.wall_s < time.time() + 1.0
+    assert job.wall_s - job.started_wall_s == pytest.approx(job.time_s, abs=0.01)
+    assert not job.from_journal
+
+
 def test_an_unknown_path_and_a_wrong_method_are_explained(master: Master) -> None:
     missing = get(f"{master.http}/nothing/here")
     assert missing.status_code == 404
@@ -105,6 +118,21 @@ def test_metrics_before_any_node_came(master: Master) -> None:
     assert found["holdfast_nodes", "running"] == 0
     assert found["holdfast_generation",] == 1
     assert found["process_resident_memory_bytes",] > 0
+    # Before the first step there is no goodput: 0 would be as wrong as 1.
+    assert found["holdfast_step",] == -1
+    assert ("holdfast_goodput_ratio",) not in found
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_metrics_say_none_of_a_tier_only_where_that_is_known(is_known: bool) -> None:
+    """A master that was just restarted has not heard yet what its nodes hold."""
+    directory = CheckpointsView("/ckpt", committed=5, safe_confirmed=is_known)
+    job = JobView(
+        "t", "running", saving=SavingView(memory_confirmed=is_known), checkpoints=(directory,)
+    )
+    found = samples(Metrics(lambda: msgspec.to_builtins(job)).text().decode())
+    steps = {labels[0]: step for (name, *labels), step in found.items() if name == STEP}
+    assert steps == ({"memory": -1, "peers": -1, "storage": 5} if is_known else {"storage": 5})
 
 
 def test_metrics_tell_the_recovery_and_no_names(tmp_path: Path) -> None:

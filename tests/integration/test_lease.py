@@ -74,6 +74,39 @@ def test_the_guardian_alone_holds_and_frees(tmp_path: Path, loop: str) -> None:
             until(lambda pid=pid: state(pid) == "S", TIMEOUT_S, "the worker to go on")
 
 
+# It takes longer to save than the lease lasts.
+SAVES = """
+import signal, sys, threading
+
+def save(*_):
+    threading.Event().wait(1.0)
+    print("saved", flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["the lease ends later", "it has ended"])
+def test_workers_that_are_asked_to_end_get_their_grace_without_a_lease(
+    tmp_path: Path, is_held: bool
+) -> None:
+    (tmp_path / "saves.py").write_text(SAVES)
+    with Agent(tmp_path, spares=False) as agent:
+        worker = agent.start("saves.py")
+        out: Path = worker["path"]
+        until(lambda: out.read_text() == "up\n", TIMEOUT_S, "the worker to be up")
+        agent.send("keep_lease", seconds=0.3)
+        if is_held:
+            until(lambda: state(worker["pid"]) == "T", TIMEOUT_S, "the worker to be held")
+        agent.send("stop", grace_s=600.0)
+        until(lambda: out.read_text() == "up\nsaved\n", TIMEOUT_S, "the worker to save")
+        assert agent.wait("exit")["code"] == 0
+
+
 def test_a_guardian_that_was_stopped_hears_all_that_it_missed_before_it_acts(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,15 @@ parser.add_argument("--lr", type=float)
 parser.parse_args()
 """
 
+OWN_PARSER = """
+import argparse, sys
+class Parser(argparse.ArgumentParser):
+    def error(self, text):
+        self.print_usage(sys.stderr)
+        self.exit(2)
+Parser().parse_args()
+"""
+
 LOADER = """
 import os, signal
 import torch
@@ -35,6 +44,7 @@ print("read all")
     ("script", "words", "shown", "reason"),
     [
         (ARGUMENTS, ("--lrr", "3"), "usage: mistaken.py", "unrecognized arguments: --lrr 3"),
+        (OWN_PARSER, ("--lrr", "3"), "usage: mistaken.py", "its arguments were refused"),
         ("import toch\n", (), "import toch", "ModuleNotFoundError: No module named 'toch'"),
         ("x = = 3\n", (), "x = = 3", "SyntaxError: invalid syntax"),
     ],
@@ -48,6 +58,26 @@ def test_a_mistake_is_run_once_and_shown_once(
     (end,) = [line for line in job.err if "the job failed" in line]
     assert reason in end
     assert "the same on 4 ranks, before the first step" in end
+    assert job.count("round 2") == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "shown"),
+    [
+        ("nomodule_x", "No module named nomodule_x"),
+        ("nomodule_x.y", "No module named nomodule_x.y"),
+        ("broken_x.sub", "import toch"),
+    ],
+)
+def test_a_module_that_cannot_be_run_is_run_once(jobs: Jobs, module: str, shown: str) -> None:
+    jobs.write("broken_x/__init__.py", "import toch\n")
+    jobs.write("broken_x/sub.py", "")
+    job = jobs.run("--nproc-per-node=2", "-m", module)
+    assert job.wait() == 1
+    assert job.count(rf"\[rank\d\] .*{shown}") == 1, job.text
+    (end,) = [line for line in job.err if "the job failed" in line]
+    assert "ModuleNotFoundError: No module named" in end
+    assert "the same on 2 ranks, before the first step" in end
     assert job.count("round 2") == 0
 
 

@@ -242,6 +242,9 @@ def test_foreign_things_are_passed_over_and_broken_ones_reported(
     said: list[str] = []
     assert [one.version for one in list_committed(storage, series, said.append)] == [V1]
     assert any(series.name(200) in line and "checksum" in line for line in said)
+    # What is not called as a checkpoint of the series is not even read.
+    assert not any("other/manifest.json" in line for line in said)
+    list_committed(storage, report=said.append)
     assert any("other/manifest.json" in line for line in said)
 
 

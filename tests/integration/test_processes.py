@@ -332,7 +332,13 @@ def test_children_of_other_code_are_left_alone(agent: Agent) -> None:
 def cgroup_of(pid: int) -> str:
     """Where everything that an agent has started is, if a cgroup could be made."""
     lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    return next(line for line in lines if line.startswith("0::"))
+    return next((line for line in lines if line.startswith("0::")), "")
+
+
+def unified() -> Path:
+    """Where version 2 of cgroups is mounted."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    return next(Path(folder) for _, folder, kind, *_ in mounts if kind == "cgroup2")
 
 
 @pytest.mark.parametrize("with_guardian", [False, True])
@@ -344,7 +350,10 @@ def test_nothing_hidden_survives_an_agent_killed_by_sigkill(
         started, pids = start_hidden(agent)
         seen = agent.start("sh", "-c", "setsid sleep 1000 & echo $!; wait", mode="command")
         others = [started["pid"], seen["pid"], int(wait_for_output(seen)[0])]
-        has_cgroup = "/holdfast-" in cgroup_of(started["pid"])
+        group = cgroup_of(started["pid"])
+        has_cgroup = "/holdfast-" in group
+        # A command that starts others at once, too: it was in the group before it was told to run.
+        assert {cgroup_of(pid) for pid in (*others, *pids)} == {group}
         if with_guardian:
             (guardian,) = set(map(int, children_of(agent.pid))) - {*others, *pids}
             others += map(int, children_of(guardian))
@@ -354,10 +363,37 @@ def test_nothing_hidden_survives_an_agent_killed_by_sigkill(
         until(lambda: not any(map(alive, others)), TIMEOUT_S, "everything to be gone")
         if has_cgroup:
             until(lambda: not any(map(alive, pids)), TIMEOUT_S, "what is hidden to be gone")
+            folder = unified() / group.removeprefix("0::/")
+            until(lambda: not folder.exists(), TIMEOUT_S, "the group to be gone")
     if not has_cgroup:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         pytest.skip("no cgroup can be made here: see docs/guarantees.md")
+
+
+def where_none_can_be_made() -> list[str]:
+    """A command that runs another one where no cgroup of version 2 is to be seen."""
+    script = 'mount -t tmpfs holdfast-test "$0" && exec "$@"'
+    apart = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, str(unified())]
+    tried = subprocess.run(
+        ["env", *apart, "true"], check=False, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    if tried.returncode != 0:
+        pytest.skip(f"needs a mount namespace of its own: {tried.stderr.strip()}")
+    return apart
+
+
+def test_where_no_cgroup_can_be_made_the_log_says_so(tmp_path: Path) -> None:
+    with Agent(tmp_path, spares=False) as agent:
+        started = agent.start("sleep", "1000", mode="command")
+        has_cgroup = "/holdfast-" in cgroup_of(started["pid"])
+        assert bool(agent.so_far("detail")) != has_cgroup
+    with Agent(
+        tmp_path, spares=False, prefix=where_none_can_be_made() if has_cgroup else ()
+    ) as agent:
+        (said,) = agent.so_far("detail")
+        assert said["text"].startswith("No cgroup can be made here: if this agent is killed by")
+        assert agent.so_far("say") == []
 
 
 def test_guardian_is_replaced_when_it_dies(tmp_path: Path) -> None:

@@ -190,6 +190,28 @@ def shown_by(jobs: Jobs, *words: str) -> object:
     return json.loads(job.out[0].removeprefix("[rank0] "))
 
 
+SILENT = "import signal\nprint('up', flush=True)\nsignal.pause()\n"
+
+
+def test_a_job_that_stands_still_at_its_start_is_said_and_shown_with_its_logs(jobs: Jobs) -> None:
+    logs = jobs.folder / "logs"
+    flags = ("--first-step-within=1", f"--log-dir={logs}")
+    job = jobs.run(*flags, jobs.write("silent.py", SILENT))
+    job.wait_line("round 1: not every worker has reported a step in 1 s")
+    status = jobs.start("status", "--json")
+    status.succeeds()
+    view = json.loads(status.out[0])
+    assert view["progress"]["incidents"][0]["reason"] == "no first step within 1 s"
+    (node,) = view["nodes"]
+    assert node["log_dir"].startswith(str(logs))
+    assert node["memory_bytes"] > 0
+    assert node["beat_age_s"] >= 0
+    text = jobs.start("status")
+    text.succeeds()
+    assert text.count(f"^logs: {logs}") == 1, text.text
+    assert job.is_running()
+
+
 def test_a_script_gets_its_arguments(jobs: Jobs) -> None:
     jobs.write("show.py", SHOW)
     expected = ["__main__", None, "show.py", "--nnodes", "7", "a b"]

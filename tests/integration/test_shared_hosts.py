@@ -4,6 +4,7 @@
 Where the tests run as root, the other user is a real one; elsewhere only the links are tried.
 """
 
+import asyncio
 import io
 import os
 import stat
@@ -20,11 +21,17 @@ from holdfast.cli import main
 from holdfast.client.standalone import join_standalone
 from holdfast.master import notes
 from holdfast.master.process import MasterSettings
-from holdfast.model.errors import StateError, UsageError
+from holdfast.model.errors import AwayError, StateError, UsageError
 from holdfast.model.job import JobSpec
+from holdfast.platforms.local import LocalPlatform
 from holdfast.runtime.journal import SqliteJournal
 from holdfast.runtime.private import make_private, read_private, write_private
 from holdfast.runtime.settings import worker_place
+from holdfast.runtime.token import make_token
+from tests.disks import small_disk
+from tests.hearing import Heard
+from tests.integration.faults import Disk
+from tests.integration.jobs import Jobs
 from tests.integration.live_master import Home
 
 OTHER = 65534
@@ -169,12 +176,54 @@ def test_a_link_in_place_of_the_folder_is_refused(shared: Path, tmp_path: Path) 
 
 
 @as_root
-@pytest.mark.parametrize("name", ["token", "journal.db", "journal.db-wal", "lock", "nodes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("token", "journal.db", "journal.db-wal", "journal.db-journal", "journal.db-shm"),
+        *("lock", "nodes"),
+    ],
+)
 def test_a_state_that_another_user_prepared_is_refused(shared: Path, name: str) -> None:
     state = shared / "state"
     by_other('mkdir -m 777 "$1"; echo 0123456789abcdef0123456789abcdef > "$2"', state, state / name)
     with pytest.raises(StateError, match=f"{name} belongs to another user"):
         SqliteJournal.open(state, job="train")
+
+
+@as_root
+def test_whose_a_state_is_waits_for_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A server may know this user by another number, and only a file made there tells which."""
+    with small_disk(tmp_path / "disk", "size=1m,nr_inodes=30") as path:
+        state, disk = path / "state", Disk(path)
+        SqliteJournal.open(state, job="train").close()
+        for file in state.iterdir():
+            os.chown(file, OTHER, OTHER)
+        disk.fill_inodes()
+        with pytest.raises(AwayError, match="cannot be told"):
+            SqliteJournal.open(state, job="train")
+        disk.clear()
+        with pytest.raises(StateError, match="belongs to another user") as caught:
+            SqliteJournal.open(state, job="train")
+        assert not isinstance(caught.value, AwayError)
+
+
+def test_a_token_that_the_disk_does_not_give_is_away(tmp_path: Path) -> None:
+    with pytest.raises(AwayError, match="Input/output error"):
+        make_token(Path("/proc/self/mem"))
+    with pytest.raises(UsageError, match="No such file or directory"):
+        make_token(tmp_path / "nowhere" / "token")
+
+
+@as_root
+def test_a_token_that_another_user_prepared_is_refused(shared: Path) -> None:
+    """Wherever it lies: its maker could do with the job what its owner can."""
+    token = shared / "token"
+    by_other('echo 0123456789abcdef0123456789abcdef > "$1"; chmod 600 "$1"', token)
+    with pytest.raises(StateError, match="token belongs to another user"):
+        make_token(token)
+    (shared / "link").symlink_to(token)
+    with pytest.raises(StateError, match="token belongs to another user"):
+        make_token(shared / "link")
 
 
 def test_links_in_a_state_are_refused(tmp_path: Path, victim: Path) -> None:
@@ -204,6 +253,90 @@ def test_a_master_says_what_is_in_its_way(tmp_path: Path) -> None:
     done = Home(tmp_path).run(*words)
     assert done.returncode == 1
     assert f"holdfast: {token} belongs to another user (number {OTHER})" in done.stderr
+
+
+@as_root
+def test_a_state_directory_that_others_can_change_is_refused(shared: Path) -> None:
+    """Its files are looked at once; whoever may rename there could swap them afterwards."""
+    by_other('mkdir -m 777 "$1"', shared / "state")
+    with pytest.raises(StateError, match=rf"number {OTHER}.*everybody.*choose another directory"):
+        SqliteJournal.open(shared / "state", job="train")
+    assert list((shared / "state").iterdir()) == []
+
+
+@as_root
+@pytest.mark.parametrize("mode", ["755", "2775", "1777"])
+def test_a_state_directory_of_a_project_is_used(shared: Path, mode: str) -> None:
+    """As they are on clusters: a group's, or one where only owners remove."""
+    by_other('mkdir "$1"; chmod "$2" "$1"', shared / "state", mode)
+    SqliteJournal.open(shared / "state", job="train").close()
+
+
+@as_root
+def test_a_link_that_is_planted_while_a_job_runs_is_not_written_through(
+    shared: Path, victim: Path, jobs: Jobs
+) -> None:
+    """Into a directory that its user has left open: the end of a failed job went through it."""
+    state = shared / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    fails = jobs.write(
+        "fails.py",
+        "import pathlib, sys, time\n"
+        "while not pathlib.Path(sys.argv[1], 'go').exists(): time.sleep(0.01)\n"
+        "sys.exit('this is the cause')\n",
+    )
+    job = jobs.run(
+        *("--nproc-per-node", "1", "--max-restarts", "0"),
+        *("--state", str(state), fails, str(jobs.folder)),
+    )
+    job.wait_line("all workers run")
+    by_other('ln -s "$1" "$2"', victim, state / "end.json")
+    jobs.go()
+    assert job.wait() == 1
+    assert "this is the cause" in job.text
+    assert (victim.read_text(), stat.S_IMODE(victim.stat().st_mode)) == (OWN, 0o644)
+    assert not (state / "end.json").is_symlink()
+    jobs.expect_nothing_left()
+
+
+@as_root
+@pytest.mark.parametrize("name", ["journal.db", "journal.db-wal"])
+def test_status_reads_no_journal_that_another_user_prepared(shared: Path, name: str) -> None:
+    state = shared / "state"
+    SqliteJournal.open(state, job="train").close()
+    state.chmod(0o777)
+    by_other('mv "$1" "$1.old" || true; echo > "$1"', state / name)
+    code, said = status("--state", str(state))
+    assert (code, f"{name} is not a file of this user" in said) == (1, True), said
+
+
+@pytest.mark.parametrize("name", ["journal.db", "journal.db-wal"])
+def test_status_follows_no_link_and_reads_no_device(tmp_path: Path, name: str) -> None:
+    """A link to /dev/zero filled the temporary folder."""
+    state = tmp_path / "state"
+    SqliteJournal.open(state, job="train").close()
+    (state / name).unlink(missing_ok=True)
+    (state / name).symlink_to("/dev/zero")
+    code, said = status("--state", str(state))
+    assert (code, f"{name} is a link" in said) == (1, True), said
+    (state / name).unlink()
+    os.mkfifo(state / name)
+    code, said = status("--state", str(state))
+    assert (code, f"{name} is not a file of this user" in said) == (1, True), said
+
+
+def test_a_birth_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "birth").write_text(f'{{"pid":{os.getpid()},"created":0}}')
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "nodes" / "0.json").symlink_to(tmp_path / "birth")
+
+    async def scene() -> None:
+        platform = LocalPlatform(["true"], {}, tmp_path / "nodes", lifeline=-1, say=Heard())
+        with pytest.raises(StateError, match=r"0\.json is a link"):
+            await anext(platform.watch())
+
+    asyncio.run(scene())
 
 
 # ---- memory and logs -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 
 from holdfast.model.errors import RejectedError
 from holdfast.torch import MEMORY, STORAGE, Checkpointer
-from tests.disks import small_disk
+from tests.disks import remove_slots, small_disk
 from tests.integration.control import observe
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Jobs
 from tests.waiting import until
@@ -93,6 +93,27 @@ def test_what_fits_is_kept_in_memory_again(memory: Path, disk: Path, folder: Pat
         found = state(0, mib=1)
         assert checkpointer.load(found) == 3
         assert torch.equal(found["w"], state(3, mib=1)["w"])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_saves_go_on_when_others_remove_the_memory(
+    memory: Path, disk: Path, folder: Path, overlap: bool
+) -> None:
+    """Also the worker's mappings of it, and what it had made ready for the first saves."""
+    with Checkpointer(folder / "saves", overlap=overlap) as checkpointer:
+        found = state(0, mib=1)
+        assert checkpointer.load(found) is None
+        for step in range(1, 13, 3):
+            remove_slots(memory)
+            assert checkpointer.save(step, state(step, mib=1), to=MEMORY).taken
+            assert checkpointer.load(found) == step
+            assert torch.equal(found["w"], state(step, mib=1)["w"])
+            assert checkpointer.save(step + 1, state(step + 1, mib=1), to=STORAGE).taken
+            assert checkpointer.save(step + 2, state(step + 2, mib=1), to=MEMORY).taken
+            assert checkpointer.wait(LIMIT_S) == step + 1
+        remove_slots(memory)
+        assert checkpointer.load(found) == 11
+        assert torch.equal(found["w"], state(11, mib=1)["w"])
 
 
 def test_without_room_anywhere_waiting_for_storage_says_why(

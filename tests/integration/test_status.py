@@ -79,6 +79,9 @@ def test_follow_tells_what_happens_until_the_job_ends(home: Home) -> None:
         assert follower.stdout is not None
         lines = [await asyncio.wait_for(follower.stdout.readline(), START_S)]
         await agent.work(world, last_step=2)
+        await agent.fail(world)
+        world = await agent.world()
+        await agent.work(world, last_step=4)
         await agent.finish(world)
         agent.hang_up()
         lines += (await asyncio.wait_for(follower.stdout.read(), START_S)).splitlines()
@@ -88,9 +91,13 @@ def test_follow_tells_what_happens_until_the_job_ends(home: Home) -> None:
         code, lines = asyncio.run(follow(master))
     assert code == 0
     assert json.loads(lines[0])["job"] == "t"
-    kinds = [json.loads(line)["kind"] for line in lines[1:]]
+    stories = [json.loads(line) for line in lines[1:]]
+    kinds = [story["kind"] for story in stories]
     assert "WorldStarted" in kinds
     assert kinds[-1] == "JobFinished"
+    # What belongs together can be put together, while the incident is still open too.
+    of_incident = [story["kind"] for story in stories if story.get("incident") == 1]
+    assert of_incident == ["WorldBroken", "WorldFormed", "WorldStarted", "IncidentClosed"]
 
 
 def ignore_ctrl_c() -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from holdfast.checkpoint.digests import read_sidecar
+from tests.disks import remove_slots
 from tests.integration.jobs import LIMIT_S, SCRIPTS, Event, Jobs
 from tests.waiting import until
 
@@ -204,9 +205,62 @@ def test_memory_that_was_damaged_is_not_restored(jobs: Jobs) -> None:
     job.succeeds()
 
 
-def digested(jobs: Jobs, *, step: int) -> Path | None:
+def test_saves_go_on_when_others_remove_the_memory(jobs: Jobs) -> None:
+    """As systemd does at a logout, and batch systems do at the end of another job."""
+    env = start(jobs, VAULT_SLOTS="3", VAULT_EVERY="6", HOLD="4")
+    job = jobs.run("--nproc-per-node", "2", "--max-restarts", "1", VAULTED, **env)
+    held = jobs.wait_for("step", lambda event: event.step == 4, count=2)
+    remove_slots(jobs.folder / "memory")
+    jobs.go()
+    until(lambda: 6 in committed(jobs), LIMIT_S, "the step that is due on storage")
+    jobs.wait_for("step", lambda event: event.step == 8 and event.round == 1, count=2)
+    os.kill(held[0].pid, signal.SIGKILL)
+    again = jobs.wait_for("restored", lambda event: event.round == 2, count=2)
+    assert min(event.step for event in again) >= 7
+    assert sources(jobs, round=2) == {"memory"}
+    jobs.finish()
+    job.succeeds()
+    assert job.count("checkpoints in memory were removed by another program") == 1
+    assert not memory_of(jobs)
+
+
+def test_a_worker_that_dies_after_others_removed_the_memory_goes_on_from_storage(
+    jobs: Jobs,
+) -> None:
+    env = start(jobs, VAULT_SLOTS="3", VAULT_EVERY="2", HOLD="5")
+    job = jobs.run("--nproc-per-node", "2", "--max-restarts", "1", VAULTED, **env)
+    held = jobs.wait_for("step", lambda event: event.step == 5, count=2)
+    until(lambda: 4 in committed(jobs), LIMIT_S, "a step on storage")
+    remove_slots(jobs.folder / "memory")
+    os.kill(held[0].pid, signal.SIGKILL)
+    again = jobs.wait_for("restored", lambda event: event.round == 2, count=2)
+    assert {event.step for event in again} == {4}
+    assert sources(jobs, round=2) == {"storage"}
+    jobs.go()
+    jobs.finish()
+    job.succeeds()
+    assert not memory_of(jobs)
+
+
+def test_what_has_no_digest_yet_gets_one_before_it_is_restored(jobs: Jobs) -> None:
+    """As when an agent dies before it has computed the digest of a save that came without one."""
+    env = start(jobs, VAULT_SHARED="0", HOLD="4")
+    job = jobs.run("--local-nodes", "2", VAULTED, **env)
+    held = jobs.wait_for("step", lambda event: event.step == 4, count=2)
+    until(lambda: digested(jobs, step=4, rank=1), LIMIT_S, "the digest of the newest slot")
+    for sidecar in (jobs.folder / "memory").rglob("rank-00001.*.crc"):
+        sidecar.unlink()
+    os.kill(next(event for event in held if event.rank == 1).agent, signal.SIGKILL)
+    again = jobs.wait_for("restored", lambda event: event.round > 1, count=2)
+    assert {event.step for event in again} == {4}
+    assert sources(jobs, round=again[0].round) == {"memory"}
+    jobs.finish()
+    job.succeeds()
+
+
+def digested(jobs: Jobs, *, step: int, rank: int = 0) -> Path | None:
     """The slot with this step, once its digest is beside it."""
-    for path in (jobs.folder / "memory").rglob("rank-00000.*"):
+    for path in (jobs.folder / "memory").rglob(f"rank-0000{rank}.*"):
         if path.suffix == ".crc":
             continue
         sidecar = read_sidecar(path)

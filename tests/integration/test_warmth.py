@@ -15,11 +15,12 @@ import pytest
 from holdfast.client import AgentClient
 from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
-from tests.integration.jobs import LIMIT_S, SCRIPTS, Jobs, MasterCommand, wait_gone
+from tests.integration.jobs import LIMIT_S, SCRIPTS, Command, Jobs, MasterCommand, wait_gone
 from tests.waiting import until
 
 TALK = str(SCRIPTS / "talk.py")
 TRAIN = str(SCRIPTS / "train.py")
+TWO = ("--nnodes", "2")
 ELASTIC = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1")
 
 # What the workers import. On node "b" its import takes as long as the test wants.
@@ -36,20 +37,36 @@ while node == "b" and not (folder / "imported").exists():
 LATE_MODULE = """
 import os
 from pathlib import Path
-(Path(os.environ["STEPS_FOLDER"]) / f"late-{os.getpid()}").touch()
+node = os.environ.get("STEPS_NODE", "")
+(Path(os.environ["STEPS_FOLDER"]) / f"{__name__}-{node}-{os.getpid()}").touch()
 """
-# A thread of the worker imports it when the test wants.
-LATE_IMPORT = """
-import os, threading
+# A thread of the worker imports each of them when the test wants.
+LATE_IMPORTS = """
+import importlib, os, threading
 from pathlib import Path
 
 def import_late():
-    while not (Path(os.environ["STEPS_FOLDER"]) / "late").exists():
-        threading.Event().wait(0.01)
-    import late_module
+    for name in ("late", "later"):
+        while not (Path(os.environ["STEPS_FOLDER"]) / name).exists():
+            threading.Event().wait(0.01)
+        importlib.import_module(f"{name}_module")
 
 threading.Thread(target=import_late, daemon=True).start()
 """
+
+
+def write_late_modules(folder: Path) -> None:
+    for name in ("late", "later"):
+        (folder / f"{name}_module.py").write_text(LATE_MODULE)
+
+
+def wait_imported(jobs: Jobs, module: str, *, count: int = 1, node: str = "") -> None:
+    """Wait until `count` processes (of a node) have imported it."""
+
+    def are_enough() -> bool:
+        return len(list(jobs.folder.glob(f"{module}-{node}*"))) >= count
+
+    until(are_enough, LIMIT_S, f"{count} imports of {module}")
 
 
 def steps_with(module: str) -> str:
@@ -123,14 +140,65 @@ def test_a_spare_node_that_was_there_from_the_start_is_warm(jobs: Jobs) -> None:
 
 
 def test_what_is_imported_late_reaches_the_spare_node_too(jobs: Jobs, tmp_path: Path) -> None:
-    (tmp_path / "late_module.py").write_text(LATE_MODULE)
-    script = jobs.write("own/steps.py", LATE_IMPORT + steps_with("json"))
+    write_late_modules(tmp_path)
+    script = jobs.write("own/steps.py", LATE_IMPORTS + steps_with("json"))
     path = f"{jobs.environment()['PYTHONPATH']}:{tmp_path}"
     options = ("--local-nodes", "1", "--spare-nodes", "1", script)
     job = jobs.run(*options, PYTHONPATH=path)
     job.wait_line("ready for a fast start")
     (jobs.folder / "late").touch()
-    until(lambda: len(list(jobs.folder.glob("late-*"))) >= 3, LIMIT_S, "three imports")
+    wait_imported(jobs, "late_module", count=3)
+    jobs.finish()
+    job.succeeds()
+
+
+def test_what_is_imported_after_the_loss_of_node_0_reaches_the_spare_node(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """The node that publishes from then on has not seen what the lost one had published."""
+    write_late_modules(tmp_path)
+    script = jobs.write("own/steps.py", LATE_IMPORTS + steps_with("json"))
+    path = f"{jobs.environment()['PYTHONPATH']}:{tmp_path}"
+    master = jobs.master()
+    ranks = {"a": "0", "b": "1", "c": "2", "d": "3"}
+
+    def join(name: str) -> Command:
+        options = (*TWO, "--node-rank", ranks[name], script)
+        return jobs.node(master, *options, name=name, PYTHONPATH=path)
+
+    nodes = {name: join(name) for name in "ab"}
+    first = jobs.wait_world(2)
+    nodes |= {name: join(name) for name in "cd"}
+    # The lost node shares two lists, so that counting them from 1 again would show.
+    for name in "cd":
+        nodes[name].wait_line("ready for a fast start")
+    (jobs.folder / "late").touch()
+    for name in "abcd":
+        wait_imported(jobs, "late_module", node=name)
+    jobs.kill_all(node="a")
+    second = jobs.wait_world(2, after=first)
+    assert [event.node for event in second] == ["b", "c"]
+    nodes["b"].wait_line("ready for a fast restart", after=1)
+    (jobs.folder / "later").touch()
+    wait_imported(jobs, "later_module", node="d")
+    jobs.finish()
+    for name in "bcd":
+        nodes[name].succeeds()
+
+
+def test_what_a_changed_script_imports_reaches_the_spare_node(jobs: Jobs, tmp_path: Path) -> None:
+    """The job goes on from a journal in which there is a list already."""
+    write_late_modules(tmp_path)
+    path = f"{jobs.environment()['PYTHONPATH']}:{tmp_path}"
+    state = ("--state", str(jobs.folder / "state"))
+    options = (*state, "--local-nodes", "1", "--spare-nodes", "1")
+    job = jobs.run(*options, jobs.write("own/steps.py", steps_with("json")), PYTHONPATH=path)
+    job.wait_line("ready for a fast start")
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+    script = jobs.write("own/steps.py", steps_with("late_module"))
+    job = jobs.run(*options, script, PYTHONPATH=path)
+    wait_imported(jobs, "late_module", count=3)
     jobs.finish()
     job.succeeds()
 

@@ -5,6 +5,7 @@ The faults come from inside the workers, by real signals to themselves, because 
 point is exact: at an import, in init_process_group, in a collective, after the last step.
 """
 
+import json
 import os
 import signal
 
@@ -67,6 +68,21 @@ def test_torch_goes_on_after_a_fault_in_init_and_in_a_collective(jobs: Jobs, how
     assert [event.rank for event in jobs.events("fault")] == [1, 0]
     expect_all_steps(jobs, world=2, rounds=3)
     jobs.expect_nothing_left()
+
+
+def test_who_follows_a_job_is_told_of_a_killed_worker_in_lines_for_programs(jobs: Jobs) -> None:
+    job = jobs.run("--nproc-per-node", "2", STEPS)
+    before = jobs.wait_world(2)
+    follower = jobs.start("status", "--follow", "--json")
+    follower.wait_line('"world"')  # What is so at first. From then on what happens.
+    os.kill(before[1].pid, signal.SIGKILL)
+    jobs.wait_world(2, after=before)
+    jobs.finish()
+    for command in (job, follower):
+        command.succeeds()
+    stories = [json.loads(line) for line in follower.out[1:]]
+    (broken,) = [story for story in stories if story["kind"] == "WorldBroken"]
+    assert (broken["round"], broken["incident"]) == (1, 1)
 
 
 def test_torch_goes_on_after_a_kill_at_import_and_at_exit(jobs: Jobs) -> None:

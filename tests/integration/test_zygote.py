@@ -274,6 +274,34 @@ def test_a_one_shot_spare_that_still_imports_is_waited_for_by_one_worker(
         assert agent.wait("exit", local_rank=local_rank)["code"] == 0
 
 
+# The third spare that imports it is through when the test wants.
+SLOW_SPARE = """
+    import os
+    from pathlib import Path
+    folder = Path(__file__).parent
+    if "\\0spare\\0" in Path("/proc/self/cmdline").read_text():
+        (folder / f"spare-{os.getpid()}").touch()
+        while len(list(folder.glob("spare-*"))) == 3 and not (folder / "go").exists():
+            threading.Event().wait(0.01)
+"""
+
+
+def test_a_node_is_warm_when_there_is_a_one_shot_spare_for_each_worker(
+    agent: Agent, tmp_path: Path
+) -> None:
+    # The zygote, which is of no use with a thread, and one for each of the two workers.
+    env = site_package(tmp_path, "slow", THREADED + SLOW_SPARE)
+    folder = tmp_path / "site-packages"
+    script = write(tmp_path, "train.py", "import signal, slow; signal.pause()")
+    for local_rank in (0, 1):
+        agent.start(script, local_rank=local_rank, env=env)
+    until(lambda: len(list(folder.glob("spare-*"))) == 3, TIMEOUT_S, "the last spare's import")
+    agent.send("spare_state")
+    assert agent.wait("spare")["state"] == "warming"
+    (folder / "go").touch()
+    agent.wait_for_spare("one-shot")
+
+
 def test_a_zygote_that_still_imports_is_waited_for(agent: Agent, tmp_path: Path) -> None:
     """A worker that began with the same imports then would be ready later than the zygote."""
     folder = start_while_the_zygote_imports(agent, tmp_path)

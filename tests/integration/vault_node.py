@@ -19,6 +19,7 @@ from holdfast.model.checkpoint import Series, Shape, Version, rank_part
 from holdfast.protocol.data import Consumed, Mark
 from holdfast.runtime.settings import WorkerPlace
 from holdfast.runtime.transport import listen
+from tests.hearing import Heard
 from tests.integration.patient_master import PatientMaster
 
 TOKEN = b"0123456789abcdef"
@@ -67,12 +68,13 @@ async def node(
     directory: str,
     *,
     follows: bool = False,
+    keep_last: int = 0,
     open_storage: Callable[[str], Storage] = open_storage,
 ) -> AsyncIterator[Node]:
     """A node in its first round, whose ranks have agreed to begin from nothing."""
-    master, said = PatientMaster(follows), list[str]()
+    master, said = PatientMaster(follows), Heard()
     async with contextlib.AsyncExitStack() as stack:
-        vault = Vault(master, said.append, TOKEN, 2, open_storage=open_storage)
+        vault = Vault(master, said, TOKEN, 2, open_storage=open_storage)
         stack.push_async_callback(vault.close)
         vault.joined(0)
         socket = f"unix:{folder}/vault.sock"
@@ -94,11 +96,12 @@ async def node(
             client = VaultClient(AgentClient(socket, TOKEN, scope=1), place, is_standalone=False)
             stack.push_async_callback(asyncio.to_thread, client.close)
             workers.append(client)
-        begin = [asyncio.to_thread(_begin, worker, directory) for worker in workers]
+        series = Series(directory, slots=2, breakpoint=False, keep_last=keep_last)
+        begin = [asyncio.to_thread(_begin, worker, series) for worker in workers]
         await asyncio.gather(*begin)
         yield Node(vault, master, workers, directory, said)
 
 
-def _begin(worker: VaultClient, directory: str) -> None:
-    worker.open_series(Series(directory, slots=2, breakpoint=False))
+def _begin(worker: VaultClient, series: Series) -> None:
+    worker.open_series(series)
     worker.restore()

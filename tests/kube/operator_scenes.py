@@ -27,6 +27,7 @@ from holdfast.platforms.kubernetes.operator.process import Operator
 from holdfast.platforms.kubernetes.times import stamp
 from holdfast.platforms.kubernetes.watching import Listed, follow
 from holdfast.runtime.observe import Say
+from tests.hearing import Heard
 from tests.kube.cluster import Cluster
 from tests.waiting import until
 
@@ -105,11 +106,9 @@ async def operating(
 ) -> AsyncIterator[None]:
     """An operator at work as `user`, whom the API server refuses nothing; unless it `restarts`:
     then it does not know anybody for a moment. It has no bugs, unless the test listens itself."""
-    said: list[str] = []
+    said = Heard()
     api = Api(cluster.access(impersonate=user))
-    operator = Operator(
-        api, namespaces=namespaces, default_image="holdfast:test", say=say or said.append
-    )
+    operator = Operator(api, namespaces=namespaces, default_image="holdfast:test", say=say or said)
     task = asyncio.create_task(operator.run())
     try:
         yield

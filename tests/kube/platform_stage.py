@@ -13,6 +13,7 @@ from holdfast.platforms.kubernetes.kinds import PODS, Kind
 from holdfast.platforms.kubernetes.manifest import ElasticJob, Role
 from holdfast.platforms.kubernetes.platform import KubernetesPlatform
 from holdfast.platforms.kubernetes.watching import Listed, follow
+from holdfast.runtime.observe import Details, Level
 from tests.sightings import Sightings
 
 WAIT_S = 90.0
@@ -78,8 +79,8 @@ class Stage:
         self.platform = KubernetesPlatform(api, job, known=known, say=self._hear)
         self.seen = Sightings(self.platform)
 
-    def _hear(self, text: str) -> None:
-        self.said.append(text)
+    def _hear(self, text: str | Details, level: Level = Level.INFO, /) -> None:
+        self.said.append(str(text))
         self._has_said.set()
 
     async def until_said(self, words: str) -> None:

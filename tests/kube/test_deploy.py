@@ -144,7 +144,7 @@ def test_an_example_is_accepted_and_without_a_remark(
             assert problems == ()
         elif one["kind"] == "ScalePlan":
             plan, problems = read_plan(one)
-            assert plan.plans
+            assert plan.plan is not None
             assert problems == ()
     accepted(cluster, objects)
 

@@ -22,6 +22,7 @@ from holdfast.platforms.kubernetes.news import EVENTS_AT_ONCE
 from holdfast.platforms.kubernetes.spec import job_spec
 from holdfast.platforms.kubernetes.watching import Seen, follow
 from tests.core.harness import Job, settled
+from tests.hearing import Heard
 from tests.kube.cluster import Cluster, OwnCluster
 
 pytestmark = pytest.mark.kube
@@ -64,7 +65,7 @@ def view(**changes: Any) -> dict[str, Any]:
 class Reader:
     """A desk with somebody who takes its plans."""
 
-    def __init__(self, desk: KubernetesDesk, said: list[str]) -> None:
+    def __init__(self, desk: KubernetesDesk, said: Heard) -> None:
         self.desk = desk
         self.said = said
         self.unanswered: list[str] = []
@@ -73,6 +74,12 @@ class Reader:
     async def next(self) -> Plan:
         async with asyncio.timeout(WAIT_S):
             return await anext(self._plans)
+
+    async def told(self, *, ok: bool = True, text: str = "done") -> Plan:
+        """The next plan, which is answered like this."""
+        plan = await self.next()
+        await self.desk.answer(plan.plan_id, ok=ok, text=text)
+        return plan
 
     async def ended(self) -> bool:
         async with asyncio.timeout(WAIT_S):
@@ -88,8 +95,8 @@ async def desk(api: Api, namespace: str) -> AsyncIterator[Reader]:
     """A desk as a master that starts now makes it."""
     obj = await api.get(ELASTICJOBS, "j", namespace)
     job, _ = read_job(obj)
-    said: list[str] = []
-    made = KubernetesDesk(api, job, obj.get("status") or {}, say=said.append)
+    said = Heard()
+    made = KubernetesDesk(api, job, obj.get("status") or {}, say=said)
     reader = Reader(made, said)
     try:
         yield reader
@@ -121,6 +128,13 @@ def phase_is(word: str) -> Callable[[dict[str, Any]], bool]:
     return lambda seen: bool(seen.get("status", {}).get("phase") == word)
 
 
+def observes(generation: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether the status says that the job follows the spec of this generation."""
+    return lambda seen: bool(
+        seen.get("status", {}).get("observed", {}).get("generation") == generation
+    )
+
+
 def test_scale_plans_come_in_their_order_and_once_across_a_restart(
     api: Api, namespace: str, runner: asyncio.Runner
 ) -> None:
@@ -131,10 +145,10 @@ def test_scale_plans_come_in_their_order_and_once_across_a_restart(
         made.append(await api.create(SCALEPLANS, scale_plan("a", 5), namespace))
         await api.create(SCALEPLANS, scale_plan("other", 9, job="another"), namespace)
         async with desk(api, namespace) as first:
-            plans = [await first.next() for _ in range(3)]
+            plans = [await first.next() for _ in range(4)]
             spec = [plan for plan in plans if plan.plan_id.startswith("spec-")]
             scaling = [plan for plan in plans if plan not in spec]
-            assert [(plan.nodes, plan.suspend) for plan in spec] == [(3, False)]
+            assert [(plan.nodes, plan.suspend) for plan in spec] == [(3, None), (None, False)]
             assert sorted(plan.nodes or 0 for plan in scaling) == [4, 5]
             # The time of an object has whole seconds: then the name decides.
             times = [one["metadata"]["creationTimestamp"] for one in made]
@@ -142,7 +156,8 @@ def test_scale_plans_come_in_their_order_and_once_across_a_restart(
             assert [plan.nodes for plan in scaling] == expected
             four = next(plan for plan in scaling if plan.nodes == 4)
             await first.desk.answer(four.plan_id, ok=True, text="4 nodes are wanted")
-            await first.desk.answer(spec[0].plan_id, ok=True, text="as it is")
+            for plan in spec:
+                await first.desk.answer(plan.plan_id, ok=True, text="as it is")
             await first.desk.show(view())
         done = await api.get(SCALEPLANS, "b", namespace)
         assert (done["status"]["phase"], done["status"]["message"]) == (
@@ -177,11 +192,10 @@ def test_of_a_changed_spec_only_the_change_is_told(
     async def scene() -> None:
         await api.create(ELASTICJOBS, manifest(), namespace)
         async with desk(api, namespace) as first:
-            begin = await first.next()
-            assert (begin.plan_id, begin.nodes, begin.suspend) == ("spec-1", 3, False)
-            await first.desk.answer("spec-1", ok=True, text="")
+            begin = [await first.told(text=""), await first.told(text="")]
+            assert [(plan.nodes, plan.suspend) for plan in begin] == [(3, None), (None, False)]
             await first.desk.show(view())
-            await changed(api, ELASTICJOBS, "j", namespace, phase_is("Running"))
+            await changed(api, ELASTICJOBS, "j", namespace, observes(1))
             await api.patch(ELASTICJOBS, "j", {"spec": {"suspend": True}}, namespace)
             plan = await first.next()
             assert (plan.plan_id, plan.nodes, plan.suspend) == ("spec-2", None, True)
@@ -189,9 +203,11 @@ def test_of_a_changed_spec_only_the_change_is_told(
         worker = {"replicaSpecs": {"worker": {"replicas": 5}}}
         await api.patch(ELASTICJOBS, "j", {"spec": worker}, namespace)
         async with desk(api, namespace) as second:
-            both = await second.next()
-            assert (both.plan_id, both.nodes, both.suspend) == ("spec-3", 5, True)
-            await second.desk.answer("spec-3", ok=True, text="")
+            both = [await second.told(), await second.told()]
+            assert [(plan.plan_id, plan.nodes, plan.suspend) for plan in both] == [
+                ("spec-3", None, True),
+                ("spec-3/worker", 5, None),
+            ]
             await second.desk.show(view())
         async with desk(api, namespace) as third:
             await api.patch(ELASTICJOBS, "j", {"spec": {"suspend": False}}, namespace)
@@ -201,11 +217,69 @@ def test_of_a_changed_spec_only_the_change_is_told(
     runner.run(scene())
 
 
+def test_what_is_taken_back_before_it_is_answered_is_taken_back(
+    api: Api, namespace: str, runner: asyncio.Runner
+) -> None:
+    """Without it the spec would say false, and the job be suspended until the next edit."""
+
+    async def suspend(is_so: bool) -> None:
+        await api.patch(ELASTICJOBS, "j", {"spec": {"suspend": is_so}}, namespace)
+
+    async def scene() -> None:
+        await api.create(ELASTICJOBS, manifest(), namespace)
+        async with desk(api, namespace) as first:
+            await first.desk.show(view())
+            await first.told()
+            await first.told()
+            await suspend(True)
+            asked = await first.next()
+            assert (asked.plan_id, asked.suspend) == ("spec-2", True)
+            await suspend(False)
+            # It is made after that edit: by the time it is told, the desk should know of both.
+            await api.create(SCALEPLANS, scale_plan("p", 4), namespace)
+            assert (await first.next()).nodes == 4
+            await first.desk.answer("spec-2", ok=True, text="the job is suspended")
+            back = await first.next()
+            assert (back.plan_id, back.suspend) == ("spec-3", False)
+
+    runner.run(scene())
+
+
+def test_a_master_asks_again_whether_the_job_is_suspended_if_it_cannot_know(
+    api: Api, namespace: str, runner: asyncio.Runner
+) -> None:
+    """The one before it suspended the job and died before it could write that down."""
+
+    async def scene() -> None:
+        await api.create(ELASTICJOBS, manifest(), namespace)
+        async with desk(api, namespace) as first:
+            await first.desk.show(view())
+            await first.told()
+            await first.told()
+            await changed(api, ELASTICJOBS, "j", namespace, observes(1))
+            await api.patch(ELASTICJOBS, "j", {"spec": {"suspend": True}}, namespace)
+            assert (await first.next()).suspend is True
+        await api.patch(ELASTICJOBS, "j", {"spec": {"suspend": False}}, namespace)
+        async with desk(api, namespace) as second:
+            await second.desk.show(view())
+            resumed = await second.told()
+            assert (resumed.plan_id, resumed.nodes, resumed.suspend) == ("spec-3", None, False)
+            await changed(api, ELASTICJOBS, "j", namespace, observes(3))
+        # Its successor knows, and asks nothing: the first that comes is the next edit's.
+        async with desk(api, namespace) as third:
+            worker = {"replicaSpecs": {"worker": {"replicas": 5}}}
+            await api.patch(ELASTICJOBS, "j", {"spec": worker}, namespace)
+            assert (await third.next()).plan_id == "spec-4/worker"
+
+    runner.run(scene())
+
+
 def test_a_malformed_change_is_no_plan(api: Api, namespace: str, runner: asyncio.Runner) -> None:
     async def scene() -> None:
         await api.create(ELASTICJOBS, manifest(), namespace)
         async with desk(api, namespace) as reader:
-            await reader.next()
+            await reader.told()
+            await reader.told()
             await api.patch(ELASTICJOBS, "j", {"spec": {"replicaSpec": {}}}, namespace)
             fixed = {"replicaSpec": None, "suspend": True}
             await api.patch(ELASTICJOBS, "j", {"spec": fixed}, namespace)
@@ -247,6 +321,7 @@ def test_nobody_gets_more_than_the_limits_of_the_job(
         async with desk(api, namespace) as reader:
             await reader.desk.show(view())
             assert (await told(reader, job))[0]
+            assert (await told(reader, job))[0]
             await api.create(SCALEPLANS, scale_plan("five", 5), namespace)
             assert await told(reader, job) == (False, over)
             failed = await changed(api, SCALEPLANS, "five", namespace, phase_is("Failed"))
@@ -255,7 +330,7 @@ def test_nobody_gets_more_than_the_limits_of_the_job(
             await asyncio.to_thread(kubectl, cluster, namespace, *words)
             assert await told(reader, job) == (False, over)
             # A master that is started now goes on with the size that the job has.
-            assert (await own_job(api, "j", namespace, reader.said.append))[0].name == "j"
+            assert (await own_job(api, "j", namespace, reader.said))[0].name == "j"
             # What was refused for the limits is asked again with other ones, once.
             await limit(40)
             assert (await told(reader, job))[0]
@@ -274,6 +349,46 @@ def test_nobody_gets_more_than_the_limits_of_the_job(
     runner.run(scene())
 
 
+def test_a_refused_size_is_asked_again_when_the_job_is_suspended(
+    api: Api, namespace: str, runner: asyncio.Runner
+) -> None:
+    """Also by the next master; without it the spec would say 4 and the job have 2 for ever."""
+
+    async def servers(count: int) -> None:
+        roles = {"replicaSpecs": {"ps": {"replicas": count}}}
+        await api.patch(ELASTICJOBS, "j", {"spec": roles}, namespace)
+
+    async def suspend(is_so: bool) -> None:
+        await api.patch(ELASTICJOBS, "j", {"spec": {"suspend": is_so}}, namespace)
+
+    async def scene() -> None:
+        body = manifest()
+        roles = body["spec"]["replicaSpecs"]
+        roles["ps"] = {**roles["worker"], "replicas": 2}
+        await api.create(ELASTICJOBS, body, namespace)
+        async with desk(api, namespace) as first:
+            await first.desk.show(view())
+            await first.told()
+            await first.told()
+            await servers(4)
+            assert (await first.told(ok=False, text="not while it runs")).nodes == 4
+        async with desk(api, namespace) as second:
+            await second.desk.show(view())
+            await suspend(True)
+            assert (await second.told()).suspend is True
+            again = await second.told()
+            assert (again.role, again.nodes) == ("ps", 4)
+            await suspend(False)
+            # It was done: nothing is left to be asked again.
+            assert (await second.told()).suspend is False
+            await suspend(True)
+            assert (await second.told()).suspend is True
+            await servers(6)
+            assert (await second.told()).nodes == 6
+
+    runner.run(scene())
+
+
 def test_fields_of_a_plan_without_effect_are_told_in_its_status(
     api: Api, namespace: str, runner: asyncio.Runner
 ) -> None:
@@ -283,8 +398,8 @@ def test_fields_of_a_plan_without_effect_are_told_in_its_status(
         plan["spec"]["psHosts"] = ["ps-0:2222"]
         await api.create(SCALEPLANS, plan, namespace)
         async with desk(api, namespace) as reader:
-            for _ in range(2):
-                await reader.desk.answer((await reader.next()).plan_id, ok=True, text="done")
+            for _ in range(3):
+                await reader.told()
             done = await changed(api, SCALEPLANS, "p", namespace, phase_is("Succeeded"))
         assert done["status"]["message"] == (
             "done; note: spec.psHosts: is not used: the master knows its parameter servers' "
@@ -294,11 +409,38 @@ def test_fields_of_a_plan_without_effect_are_told_in_its_status(
     runner.run(scene())
 
 
+def test_a_plan_for_two_roles_has_one_answer(
+    api: Api, namespace: str, runner: asyncio.Runner
+) -> None:
+    async def scene() -> None:
+        body = manifest()
+        roles = body["spec"]["replicaSpecs"]
+        roles["ps"] = {**roles["worker"], "replicas": 2}
+        written = await api.create(ELASTICJOBS, body, namespace)
+        job = Job(job_spec(read_job(written)[0], JobSpec()))
+        plan = scale_plan("p", 8)
+        plan["spec"]["replicaResourceSpecs"]["ps"] = {"replicas": 4}
+        async with desk(api, namespace) as reader:
+            for _ in range(2):
+                await reader.told()
+            await api.create(SCALEPLANS, plan, namespace)
+            asked = await reader.next()
+            ok, text = settled(job.feed(PlanAsked(asked)))
+            await reader.desk.answer(asked.plan_id, ok=ok, text=text)
+            failed = await changed(api, SCALEPLANS, "p", namespace, phase_is("Failed"))
+            assert failed["status"]["message"].startswith("the number of ps nodes cannot change")
+        wanted: Any = job.machines.view(job.now)["wanted"]
+        assert wanted["roles"] == {"ps": 2, "worker": 2, "chief": 1}
+
+    runner.run(scene())
+
+
 def test_the_plans_end_with_the_job(api: Api, namespace: str, runner: asyncio.Runner) -> None:
     async def scene() -> None:
         await api.create(ELASTICJOBS, manifest(), namespace)
         async with desk(api, namespace) as reader:
-            await reader.next()
+            await reader.told()
+            await reader.told()
             await api.delete(ELASTICJOBS, "j", namespace)
             assert await reader.ended()
             # Nothing of the old job is written into the new one.
@@ -318,6 +460,7 @@ def test_people_see_status_and_events(
             await reader.desk.tell("WorldFormed", "round 1: 3 nodes, 3 workers (the job starts)")
             for _ in range(2):
                 await reader.desk.tell("NodeLost", "node rank 2 is lost: its pod was evicted")
+            await reader.desk.tell("SavesFailed", "node rank 1 could not make 2 saves")
             await reader.desk.tell("NodeReady", "is in the log, and no Event")
             await reader.desk.show(view())
 
@@ -326,6 +469,8 @@ def test_people_see_status_and_events(
     assert "round 1: 3 nodes, 3 workers (the job starts)" in told
     assert "node rank 2 is lost: its pod was evicted" in told
     assert "x2 over" in told
+    assert [line for line in told.splitlines() if "Warning  SavesFailed" in line]
+    assert "node rank 1 could not make 2 saves" in told
     assert "is in the log" not in told
     row = kubectl(cluster, namespace, "get", "elasticjob", "j").splitlines()[1]
     assert "Running" in row
@@ -363,7 +508,7 @@ def test_an_outage_holds_nothing_up_and_loses_nothing(
         await api.create(ELASTICJOBS, manifest(), namespace)
         await api.create(SCALEPLANS, scale_plan("p", 4), namespace)
         reader = await stack.enter_async_context(desk(api, namespace))
-        plans = [await reader.next(), await reader.next()]
+        plans = [await reader.next() for _ in range(3)]
         # What is written meets the outage, and is not simply done before it.
         reader.unanswered = [plan.plan_id for plan in plans]
         return reader

@@ -22,12 +22,14 @@ CORE_SEEDS, DRIVER_SEEDS = 240, 240
 def play(
     module: str, scenario_of: Callable[[int], Scenario], finds: Finds, seeds: list[int]
 ) -> list[str]:
-    """What failed, and how to see it again."""
-    return [
-        f"{problem}: python -m holdfast.sim.{module} --seeds {seed}..{seed + 1}"
-        for seed in seeds
-        if (problem := finds(scenario_of(seed)))
-    ]
+    """What failed, and how to see it again. One that never ends is the last that was printed."""
+    failed = []
+    for seed in seeds:
+        again = f"python -m holdfast.sim.{module} --seeds {seed}..{seed + 1}"
+        print(f"playing {again}", flush=True)
+        if problem := finds(scenario_of(seed)):
+            failed.append(f"{problem}: {again}")
+    return failed
 
 
 def fresh(count: int) -> list[int]:

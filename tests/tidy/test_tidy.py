@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds the tree to the style rules, and each rule to a snippet that it must catch."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -245,6 +246,32 @@ def ratchet_breaches(over: dict[str, int], ratchet: dict[str, int]) -> list[str]
         elif lines < allowed:
             breaches.append(f"{name}: shrunk to {lines} lines, lower its RATCHET entry")
     return breaches
+
+
+_BARE_INSTALL = re.compile(r"""pip3? install (?:-\S+ )*['"]?holdfast(?![\w*/.-])""")
+
+
+def bare_installs(text: str) -> list[str]:
+    """Lines that fetch by name what is not published: who obeys gets nothing, or a stranger's."""
+    return [
+        line
+        for line in text.splitlines()
+        if _BARE_INSTALL.search(line) and "finds nothing of ours" not in line
+    ]
+
+
+def test_no_page_installs_what_is_not_published() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+    assert len(pages) > 10
+    found = {page.name: bare_installs(page.read_text(encoding="utf-8")) for page in pages}
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
+def test_bare_installs_are_found() -> None:
+    for bad in ("`pip install holdfast`", "pip install -U 'holdfast[ray]'"):
+        assert bare_installs(bad)
+    for good in ("pip install dist/holdfast-*.whl", "pip install '/path/to/holdfast[torch]'"):
+        assert not bare_installs(good)
 
 
 def test_sizes(tree: Tree) -> None:

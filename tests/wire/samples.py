@@ -66,6 +66,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
         process="b00t/4026531836/17/4711",
         ended_key="k0",
         log_dir="/logs/train",
+        grace_s=10.0,
     ),
     m.Attached(
         job="train",
@@ -137,6 +138,7 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     m.StopJob(reason="the user asked"),
     *CHECKPOINT_MESSAGES,
     *DATA_MESSAGES,
+    m.Parting(doubt="it was told to end at once"),
 )
 
 

@@ -28,11 +28,15 @@ from holdfast.core.node.workers import Workers
 from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointPush
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Details, Level, Say
 from holdfast.runtime.transport import listen
 
 FAREWELL_S = 2.0
 """How long a leaving agent waits for the master to take note."""
+
+PARTING_S = 10.0
+"""The same at the end of the job: a master that was killed meanwhile is back within seconds, and
+waits for this node's word."""
 
 END_S = 300.0
 """At the end of the job checkpoints in memory go to storage; for so long nothing may get there."""
@@ -116,7 +120,12 @@ class Agent:
         self._last_step_at: float | None = None
         self._leaves_by, self._unreported = 0.0, 0
         self._all_reported = asyncio.Event()
+        self._has_parted = False
+        #: Why what was in memory may not be on storage.
+        self._doubt = ""
         self._end: asyncio.Future[AgentEnd] = self._loop.create_future()
+        #: Set once the job is known to have ended well while this agent was saying farewell.
+        self._better_end: AgentEnd | None = None
         self._processes = ports.make_processes(
             on_exit=self._worker_exited,
             on_stopped=lambda rank, number: self.feed(ev.WorkerStopped(rank, number)),
@@ -157,6 +166,11 @@ class Agent:
             renewed=self._lease_renewed,
         )
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether a master has ever taken this agent."""
+        return self._stream.has_attached
+
     async def run(self) -> AgentEnd:
         """Serve until the job, or this node's part in it, is over."""
         relay = Relay(self._stream, self._vault)
@@ -165,8 +179,8 @@ class Agent:
         stream.add_done_callback(self._stream_ended)
         try:
             end = await self._end
-            await self._say_farewell()
-            return end
+            await self._say_farewell(FAREWELL_S if end.end is None else PARTING_S)
+            return self._better_end or end
         finally:
             stream.cancel()
             self._stream.close()
@@ -196,12 +210,18 @@ class Agent:
             limit_s = settings.leave_s or (math.inf if with_job else settings.grace_s)
             self._leaves_by = self._loop.time() + limit_s
         flush = with_job or self._vault.has_unsaved
+        if at_once:
+            self._doubt = "an agent was told to end at once"
         self.feed(ev.ShutdownRequested(reason, exit_code, flush, at_once))
 
     def feed(self, event: Event) -> None:
         """Let the core decide, and do what it says."""
         outcome = self._core.handle(event, self._loop.time())
+        if not isinstance(event, ev.LeaseRenewed | Tick):
+            self._say(Details(event), Level.DEBUG)
         for command in outcome.commands:
+            if not isinstance(command, ev.KeepLease | ev.Tell):
+                self._say(Details(command), Level.DEBUG)
             self._execute(command)
         at = self._core.deadline()
         if self._deadline_timer is not None:
@@ -220,6 +240,9 @@ class Agent:
             case ev.Report(m.WorkersDone() as done):
                 self._run(self._report_done(done))
             case ev.Report():
+                if isinstance(command.body, m.Leave):
+                    # Not after it: a node that has left is no node of the job.
+                    self._part()
                 self._report(command.body)
             case ev.Flush():
                 self._run(self._flush())
@@ -233,8 +256,14 @@ class Agent:
                 self._stream.rejoin()
             case ev.Tell():
                 self._say(command.text)
-            case ev.ExitAgent() if not self._end.done():
-                self._end.set_result(AgentEnd(command.exit_code, command.reason, command.end))
+            case ev.ExitAgent():
+                end = AgentEnd(command.exit_code, command.reason, command.end)
+                if self._end.done():
+                    self._better_end = end
+                else:
+                    if command.end is not None:
+                        self._part()
+                    self._end.set_result(end)
 
     def _run(self, errand: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(errand)
@@ -260,7 +289,9 @@ class Agent:
         self._old_port, self._port = self._port, self._reserve_port()
         self._warmth.round_begins(run)
         program, memory_of = self._settings.program, self._vault.newest_of
-        group = self._group = Group(program, run, self._processes, self._monotonic, memory_of)
+        group = self._group = Group(
+            program, run, self._processes, self._monotonic, memory_of, self._say
+        )
         began = self._loop.time()
         started, how, problem = await group.start()
         took_s = self._loop.time() - began
@@ -302,6 +333,7 @@ class Agent:
             peer_certificate=self._vault.peer_certificate,
             process=settings.process,
             log_dir=str(settings.program.log_dir.absolute()),
+            grace_s=settings.grace_s,
         )
 
     def attached(self, welcome: m.Attached, *, sent_at: float) -> None:
@@ -338,16 +370,23 @@ class Agent:
 
     def stream_lost(self, why: str) -> None:
         if not self._core.is_leaving:
-            self._say(f"{why}; the workers go on, trying to reach it again")
+            self._say(f"{why}; the workers go on, trying to reach it again", Level.WARNING)
 
     def not_our_master(self, why: str) -> None:
-        self._say(f"{why}; trying again")
+        self._say(f"{why}; trying again", Level.WARNING)
 
     def _stream_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not self._end.done():
             self._end.set_exception(task.exception() or RuntimeError("the stream ended"))
 
-    def _report(self, body: m.WorkersStarted | m.WorkersFailed | m.WorkersDone | m.Leave) -> None:
+    def _part(self) -> None:
+        if not self._has_parted:
+            self._has_parted = True
+            self._report(m.Parting(self._doubt))
+
+    def _report(
+        self, body: m.WorkersStarted | m.WorkersFailed | m.WorkersDone | m.Leave | m.Parting
+    ) -> None:
         if isinstance(body, m.WorkersStarted):
             at = self._last_step_at
             ago_s = -1.0 if at is None else self._loop.time() - at
@@ -371,27 +410,35 @@ class Agent:
             self._report(done)
 
     async def _flush(self) -> None:
-        await _flush(self._vault, self._leaves_by - self._loop.time(), self._say)
+        limit_s = self._leaves_by - self._loop.time()
+        if not await _flush(self._vault, limit_s, self._say):
+            self._doubt = f"an agent gave up: nothing more reached storage for {END_S:g} s"
         self.feed(ev.Flushed())
 
-    async def _say_farewell(self) -> None:
+    async def _say_farewell(self, limit_s: float) -> None:
         if self._unreported:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_reported.wait(), FAREWELL_S)
+                await asyncio.wait_for(self._all_reported.wait(), limit_s)
 
 
-async def _flush(vault: Vault, limit_s: float, say: Say) -> None:
-    """Bring what is in memory to storage; without a limit for as long as something gets there."""
+async def _flush(vault: Vault, limit_s: float, say: Say) -> bool:
+    """Bring what is in memory to storage; without a limit for as long as something gets there.
+    False if it was given up then."""
     if limit_s < math.inf:
         await vault.flush(max(FLUSH_S_MIN, limit_s))
-        return
+        return True
     flush = asyncio.create_task(vault.flush(FLUSH_S_MAX))
     while not flush.done():
         written = vault.written_bytes
         await asyncio.wait((flush,), timeout=END_S)
         if not flush.done() and vault.written_bytes == written:
-            say(f"nothing more reached storage for {END_S:g} s: what is left is given up")
+            say(
+                f"nothing more reached storage for {END_S:g} s: what is left is given up",
+                Level.ERROR,
+            )
             flush.cancel()
             await asyncio.wait((flush,))
-    if not flush.cancelled():
-        flush.result()
+    if flush.cancelled():
+        return False
+    flush.result()
+    return True

@@ -12,10 +12,10 @@ import os
 from pathlib import Path
 
 
-def make(name: str) -> str:
+def make(name: str, proc: Path = Path("/proc")) -> str:
     """The folder of a new group; empty if none can be made."""
     try:
-        folder = _own() / name
+        folder = _own(proc) / name
         folder.mkdir()
     except OSError:
         return ""
@@ -31,19 +31,19 @@ def join(group: str, pid: int) -> None:
         (Path(group) / "cgroup.procs").write_text(str(pid))
 
 
-def _own() -> Path:
+def _own(proc: Path) -> Path:
     """The group of this process; OSError if there is none of version 2."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in (proc / "self/cgroup").read_text().splitlines():
         if line.startswith("0::/"):
-            folder = _mounted() / line.removeprefix("0::/")
+            folder = _mounted(proc) / line.removeprefix("0::/")
             # What is mounted may be another part of the tree than the one that the path is of.
             if str(os.getpid()) in (folder / "cgroup.procs").read_text().split():
                 return folder
     raise FileNotFoundError("no cgroup of version 2")
 
 
-def _mounted() -> Path:
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+def _mounted(proc: Path) -> Path:
+    for line in (proc / "self/mounts").read_text().splitlines():
         _, folder, kind, *_ = line.split()
         if kind == "cgroup2":
             return Path(folder)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from holdfast.agent import cgroups, guardian
+from holdfast.runtime.observe import Level, Say
 from holdfast.worker import linux
 
 Status: TypeAlias = os.waitid_result
@@ -132,7 +133,7 @@ class Brood:
         *,
         base_env: Mapping[str, str],
         is_quiet: Callable[[], bool],
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         """`is_quiet`: whether no worker lives or is being started."""
         self._loop = asyncio.get_running_loop()
@@ -148,6 +149,13 @@ class Brood:
         for pid in _children_of_this_process():
             leave_alone(pid)
         self._cgroup = cgroups.make(f"holdfast-{self._mark}")
+        if not self._cgroup:
+            say(
+                "No cgroup can be made here: if this agent is killed by SIGKILL, a process of a"
+                " worker that left its session and cleared its environment survives it"
+                " (docs/guarantees.md).",
+                Level.DEBUG,
+            )
         linux.become_subreaper()
         _keep_descriptors_private()
         self._start_guardian()
@@ -165,6 +173,12 @@ class Brood:
         stderr: int | None = None,
         inherit: Iterable[int] = (),
     ) -> Child:
+        """It joins the cgroup once it is there, not before: what it starts at once is outside.
+
+        Programs of ours wait for a word of the agent first (`bootstrap`, also before a command; and
+        the zygote), so that no user code is early enough. Only what Python's own start runs is, a
+        `.pth` file or a `sitecustomize`.
+        """
         marked = self.marked(env)
         pid = spawn(argv, marked, stdin=stdin, stdout=stdout, stderr=stderr, inherit=inherit)
         if self._cgroup:
@@ -295,7 +309,8 @@ class Brood:
         if self._loop.time() - self._guard_since < _GUARDIAN_LIFE_MIN_S:
             self._say(
                 "The guardian process cannot stay alive; if this agent is killed by SIGKILL,"
-                " some processes of its workers may survive it."
+                " some processes of its workers may survive it.",
+                Level.WARNING,
             )
             return
         self._guard.close()

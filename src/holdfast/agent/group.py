@@ -19,6 +19,7 @@ from holdfast.agent.terminal import Terminal
 from holdfast.core.node.environment import Launch, worker_environment
 from holdfast.model.node import FAILED_WITH
 from holdfast.protocol import messages as m
+from holdfast.runtime.observe import Level, Say
 from holdfast.worker.progress import ProgressCell
 
 ERROR_BYTES_MAX = 64 * 1024
@@ -50,14 +51,17 @@ class Group:
         processes: Processes,
         monotonic: Callable[[], float],
         memory_of: Callable[[int], tuple[str, ...]],
+        say: Say,
     ) -> None:
         """`monotonic` is the clock of the progress cells, `memory_of` what a rank may load."""
+        self._say = say
         self.run = run
         self._monotonic = monotonic
         self._memory_of = memory_of
         self._program = program
         self._processes = processes
         self._cells: dict[int, ProgressCell] = {}
+        self._is_said = False
         self._streams: dict[int, tuple[Stream, Stream]] = {}
         self._workers: dict[int, Worker] = {}
         self._terminal: Terminal | None = None
@@ -81,20 +85,25 @@ class Group:
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The whole environment of one worker."""
+        cell = self._cells.get(local_rank)
         return worker_environment(
             self._program.env,
             self._program.launch,
             self.run,
             local_rank,
             error_file=str(self._error_file(local_rank)),
-            progress=str(self._folder(local_rank) / "progress"),
+            progress=cell.path if cell is not None else "",
         )
 
     async def _start_one(self, local_rank: int) -> Worker:
         program, folder = self._program, self._folder(local_rank)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        progress = str(folder / "progress")
-        self._cells[local_rank] = ProgressCell.create(progress)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as exc:
+            if self.run.rank_offset + local_rank != program.terminal_rank:
+                self._has_no_files(exc)
+        cell = ProgressCell.create(str(folder / "progress"))
+        self._cells[local_rank] = cell
         with contextlib.ExitStack() as given:
             stdin, stdout, stderr = self._open_streams(local_rank, given)
             order = WorkerOrder(
@@ -105,7 +114,7 @@ class Group:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                progress=progress,
+                progress=cell.path,
                 memory=self._memory_of(self.run.rank_offset + local_rank),
             )
             return await self._processes.start(order)
@@ -126,6 +135,7 @@ class Group:
                 f"[rank{rank}] ",
                 (rank, error),
                 self._repeats if error and program.launch.nproc > 1 else None,
+                self._has_no_files,
             )
             for name, error in (("stdout.log", False), ("stderr.log", True))
         )
@@ -133,6 +143,16 @@ class Group:
         given.callback(out.handed_over)
         given.callback(err.handed_over)
         return None, out.worker_end, err.worker_end
+
+    def _has_no_files(self, problem: OSError) -> None:
+        """A log folder without room, say, is no reason not to train."""
+        if not self._is_said:
+            self._is_said = True
+            why = problem.strerror or problem
+            self._say(
+                f"what the workers print is not kept: {problem.filename} cannot be written ({why})",
+                Level.WARNING,
+            )
 
     def ended(self, local_rank: int) -> tuple[str, str]:
         """A worker is gone: take its last output; returns what its error file says."""

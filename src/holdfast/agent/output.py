@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from holdfast.agent.bars import Bars
+from holdfast.agent import window
+from holdfast.agent.bars import MOVES, ROWS_MAX, Bars
 from holdfast.agent.repeats import ERROR_STARTS, Repeats
 
 
@@ -28,6 +29,11 @@ class Write(Protocol):
         """Whether unfinished lines are shown in place, as on a terminal."""
         ...
 
+    @property
+    def size(self) -> os.terminal_size:
+        """Its columns and lines; only where it is live."""
+        ...
+
     def show_rows(self, slot: "Slot", rows: list[bytes]) -> None:
         """Replace what is shown of the unfinished lines of one stream; only where it is live."""
         ...
@@ -37,13 +43,21 @@ Slot: TypeAlias = tuple[int, bool]
 """A stream of a worker: its rank, and whether it is standard error. Rows stand in this order."""
 
 PIPE_BYTES = 1024 * 1024
-"""Room for a burst, so that a worker does not wait for the agent."""
+"""Room for a burst, so that a worker does not wait for the agent. A terminal has room for some KB
+only, and cannot be given more: a worker that writes to one waits for the agent after those."""
+
+WINDOW_BYTES = 256 * 1024
+"""What is taken from a terminal at a time, which gives a few KB with each read; then others may."""
+
+FIT_S = 0.1
+"""How long a worker may not know, after it wrote something, that the terminal has another size."""
 
 LINE_BYTES_MAX = 8192
 """A longer line is shown in pieces."""
 
-SETTLE_S = 0.1
-"""How often unfinished lines are shown again."""
+SETTLE_S = 0.05
+"""How often unfinished lines are shown again, at most. Bars are written each tenth of a second: as
+far from the next time as can be, or a bar would be met again and again on its way down and up."""
 
 ERROR_S = 2.0
 """How long an error may be held back: it is the worker's last, or the worker goes on."""
@@ -56,7 +70,8 @@ BAR_S = 5.0
 
 
 class Stream:
-    """One output stream of one worker: a pipe whose other end the worker holds."""
+    """One output stream of one worker, who holds the other end of a pipe. Where it is shown on a
+    terminal the worker writes to a terminal too, or it would draw no bars and use no colours."""
 
     def __init__(
         self,
@@ -65,8 +80,17 @@ class Stream:
         prefix: str,
         slot: Slot = (-1, False),
         repeats: Repeats | None = None,
+        no_file: Callable[[OSError], None] | None = None,
+        *,
+        is_worker: bool = True,
     ) -> None:
-        """With `repeats` an error that ends the worker is not shown if it ended another before."""
+        """With `repeats` an error that ends the worker is not shown if it ended another before.
+
+        With `no_file` it does without the file if that cannot be opened, and tells why; also what
+        cannot be written there.
+
+        A stream of Holdfast's own processes is always a pipe: those that share a terminal would
+        each draw on it as if it were theirs alone."""
         self._loop = asyncio.get_running_loop()
         self._prefix = prefix.encode()
         self._console = console
@@ -74,6 +98,7 @@ class Stream:
         self._rest = b""
         self._bars = Bars()
         self._timer: asyncio.TimerHandle | None = None
+        self._fit_timer: asyncio.TimerHandle | None = None
         #: What a pipe was shown of the bars last, and when.
         self._shown: list[bytes] = []
         self._shown_at = -math.inf
@@ -82,13 +107,24 @@ class Stream:
         #: Lines of what may be the error that ends the worker, and until when they are held back.
         self._error: list[bytes] = []
         self._error_timer: asyncio.TimerHandle | None = None
-        self._file = -1
+        self._file, self._path, self._no_file = -1, path, no_file
         if path is not None:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._file = os.open(path, flags, 0o600)
-        self._read_end, self.worker_end = os.pipe2(os.O_CLOEXEC)
-        fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._file = os.open(path, flags, 0o600)
+            except OSError as exc:
+                if no_file is None:
+                    raise
+                no_file(exc)
+        is_seen = is_worker and console is not None and console.is_live
+        opened = window.open_window() if is_seen else None
+        self._is_window = opened is not None
+        self._read_end, self.worker_end = opened or os.pipe2(os.O_CLOEXEC)
+        if not self._is_window:
+            fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        elif console is not None:
+            self._fit(console)
         os.set_blocking(self._read_end, False)
         self._resume()
 
@@ -105,18 +141,34 @@ class Stream:
             pass
         self._end()
 
+    def _fit(self, console: Write) -> None:
+        """The worker's terminal is as large as its part of ours: the prefix stands before it, and
+        whoever draws more rows than are kept could not write them again."""
+        self._fit_timer = None
+        columns, lines = console.size
+        columns = max(1, columns - len(self._prefix))
+        window.fit(self._read_end, os.terminal_size((columns, min(lines, ROWS_MAX))))
+
     def _receive(self) -> bool:
         """Whether there may be more."""
         try:
-            data = os.read(self._read_end, PIPE_BYTES)
+            if self._is_window:
+                data = window.read(self._read_end, WINDOW_BYTES)
+            else:
+                data = os.read(self._read_end, PIPE_BYTES)
         except BlockingIOError:
             return False
         if not data:
             self._end()
             return False
         if self._file >= 0:
-            write_all(self._file, data)
+            problem = write_all(self._file, data)
+            if problem is not None and self._no_file is not None:
+                problem.filename = str(self._path)
+                self._no_file(problem)
         if self._console is not None:
+            if self._is_window and self._fit_timer is None:
+                self._fit_timer = self._loop.call_later(FIT_S, self._fit, self._console)
             self._take(self._console, data)
             if self._console.is_full:
                 self._loop.remove_reader(self._read_end)
@@ -125,7 +177,9 @@ class Stream:
 
     def _take(self, console: Write, data: bytes) -> None:
         data, self._rest = self._rest + data, b""
-        if self._bars.is_open or b"\r" in data:
+        # On a terminal more than bars may move the cursor, and must not move ours.
+        moves = b"\r" in data or (console.is_live and b"\x1b" in data and MOVES.search(data))
+        if self._bars.is_open or moves:
             self._show(self._bars.write(data))
         else:
             # The usual case, and the one that must be quick: whole lines.
@@ -205,8 +259,9 @@ class Stream:
         self._loop.remove_reader(self._read_end)
         os.close(self._read_end)
         self._read_end = -1
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._fit_timer):
+            if timer is not None:
+                timer.cancel()
         self._show(line for line in self._bars.end() if line not in self._shown)
         self._show([self._rest] if self._rest else [])
         if self._repeats is not None and self._error:
@@ -219,13 +274,17 @@ class Stream:
             os.close(self._file)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write everything; what cannot be written (disk full, console gone) is not worth a failure."""
+def write_all(descriptor: int, data: bytes) -> OSError | None:
+    """Write everything; what cannot be written (disk full, console gone) is not worth a failure.
+
+    Returns why, if something is missing.
+    """
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(descriptor, view) :]
         except BlockingIOError:
             os.set_blocking(descriptor, True)
-        except OSError:
-            return
+        except OSError as exc:
+            return exc
+    return None

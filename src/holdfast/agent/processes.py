@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from holdfast.agent.children import Brood, Child, Status
 from holdfast.agent.spares import Spares
+from holdfast.runtime.observe import Level, Say
 from holdfast.worker.bootstrap import PROGRAM, Assignment, RunMode
 
 __all__ = ["Processes", "RunMode", "Service", "Worker", "WorkerExit", "WorkerOrder"]
@@ -147,7 +148,7 @@ class Processes:
         on_exit: Callable[[WorkerExit], None],
         on_stopped: Callable[[int, int], None],
         on_continued: Callable[[int], None],
-        say: Callable[[str], None],
+        say: Say,
         spares: bool,
         base_env: Mapping[str, str],
         excluded_roots: tuple[str, ...],
@@ -272,7 +273,10 @@ class Processes:
         self.kill_now()
         if not await self._brood.wait_gone(children, _KILL_TIMEOUT_S):
             left = ", ".join(str(child.pid) for child in children if child.is_running)
-            self._say(f"Some processes do not end even by SIGKILL (workers: {left or 'none'}).")
+            self._say(
+                f"Some processes do not end even by SIGKILL (workers: {left or 'none'}).",
+                Level.ERROR,
+            )
 
     def kill_now(self) -> None:
         """SIGKILL to every worker's group at once; the exits arrive as ever."""

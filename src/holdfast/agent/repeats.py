@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The error that ends one worker often ends all of them: the console shows it once."""
 
-ERROR_STARTS = (b"Traceback (most recent call last):", b"usage: ", b'  File "')
-"""How the last text of a program begins: an exception, wrong arguments, a syntax error."""
+ERROR_STARTS = (b"Traceback (most recent call last):", b"usage: ", b'  File "', b"holdfast: ")
+"""How the last text of a program begins: an exception, wrong arguments, a syntax error, or what
+holdfast.worker says in its place."""
 
 
 class Repeats:

@@ -187,9 +187,15 @@ class Spares:
     def state(self) -> str:
         if self._off:
             return f"off: {self._off}"
-        if any(spare.is_ready for spare in self._all()):
+        if self._are_enough():
             return "one-shot" if self._once else "ready"
         return "warming" if self._all() else "none"
+
+    def _are_enough(self) -> bool:
+        """Whether each worker would get a spare: of a zygote, or one of those that stand by."""
+        if self._zygote is not None and self._zygote.is_ready:
+            return True
+        return 0 < self._workers_wanted() <= sum(spare.is_ready for spare in self._standby)
 
     def learn(self, names: Iterable[str]) -> None:
         if self._lessons.add(names):

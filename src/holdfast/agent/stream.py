@@ -75,6 +75,8 @@ class MasterStream:
         #: Under which this process was given up before.
         self._ended_key = ""
         self._incarnation = 0
+        self.has_attached = False
+        """Whether a master has ever taken this agent. If so, it is tried for ever."""
         #: The last that a master told of its journal, which must never be behind that.
         self._told: m.Told | None = None
         self._link: Link | None = None
@@ -102,13 +104,13 @@ class MasterStream:
                 self._attach()
                 await self._lost.wait()
             except RetryableError as exc:
-                if self._incarnation == 0 and self._loop.time() >= gives_up_at:
+                if not self.has_attached and self._loop.time() >= gives_up_at:
                     raise RetryableError(
                         f"the master does not answer: {exc} (tried for {self._first_contact_s:g} s)"
                     ) from exc
             except (AuthError, ProtocolError) as exc:
                 why = f"no master of this job at {self._address}: {exc}"
-                if self._incarnation == 0:
+                if not self.has_attached:
                     raise UsageError(why) from exc
                 # Once we had a master this may pass: another program has its port for now, or its
                 # certificate has expired. But only a person may be able to end it.
@@ -209,7 +211,7 @@ class MasterStream:
     def _answered_attach(self, body: m.AnyMessage, position: int) -> None:
         match body:
             case m.Attached():
-                self._incarnation = body.incarnation
+                self._incarnation, self.has_attached = body.incarnation, True
                 if body.life:
                     self._told = m.Told(body.journal, body.life, position)
                 self._is_attached = True

@@ -17,10 +17,13 @@ from holdfast.agent.store_host import StoreHost
 from holdfast.agent.stream import MasterStream
 from holdfast.core.node.environment import worker_environment
 from holdfast.protocol import messages as m
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Level, Say
 
 MODULES_KEY = "holdfast/modules"
 """All that is known; with a number at its end, a sign that the list of this number is there."""
+NUMBER_KEY = "holdfast/modules/newest"
+"""The number of the newest list. The job counts, because the node that publishes may be lost, and
+the job may go on from its journal."""
 TORCH_STORE = "torch.distributed"
 """Who imports this will want a store."""
 
@@ -50,9 +53,8 @@ class Warmth:
         self._run = run
         self._say = say
         self._stores = StoreHost(processes, self._offer_store)
-        self._published: tuple[str, ...] = ()
-        #: How many lists were published here, or seen from others.
-        self._lists = 0
+        #: The number of the newest list that was seen; 0 if none was.
+        self._seen = 0
         #: The request that waits for the next list, while this node has no workers.
         self._asked: int | None = None
         self._session = secrets.token_hex(8)
@@ -94,14 +96,9 @@ class Warmth:
         if group is None:
             self._ready("ready for a fast start")
             return
-        names = self._processes.learned
-        if group.run.group_rank == 0 and names != self._published:
-            self._published = names
-            self._lists += 1
-            keys = (MODULES_KEY, f"{MODULES_KEY}/{self._lists}")
-            shared = m.KvMultiSet(0, keys, ("\n".join(names).encode(), b""))
-            self._stream.call(shared, lambda _: None)
-        if TORCH_STORE in names:
+        if group.run.group_rank == 0:
+            self._stream.call(m.KvGet(0, (MODULES_KEY, NUMBER_KEY), 0.0), self._publish_after)
+        if TORCH_STORE in self._processes.learned:
             self._run(self._prepare_store(group.environment(0)))
         else:
             self._ready(RESTART)
@@ -111,7 +108,7 @@ class Warmth:
         try:
             await self._stores.prepare(env)
         except OSError as exc:
-            self._say(f"the store of the next round cannot be prepared: {exc}")
+            self._say(f"the store of the next round cannot be prepared: {exc}", Level.WARNING)
 
     def round_begins(self, run: m.RunWorld) -> None:
         """Whatever was still being prepared, the workers start now."""
@@ -125,9 +122,26 @@ class Warmth:
             self._patience.cancel()
         self._stores.close()
 
+    def _publish_after(self, newest: m.AnyMessage) -> None:
+        """Share what the workers import, as the list after the newest one of the job."""
+        names, number = "\n".join(self._processes.learned).encode(), 1
+        if isinstance(newest, m.Values):
+            known, last = newest.values
+            if known == names:
+                return
+            number += int(last)
+        elif not _is_missing(newest):
+            return
+        keys = (MODULES_KEY, NUMBER_KEY, f"{MODULES_KEY}/{number}")
+        shared = m.KvMultiSet(0, keys, (names, str(number).encode(), b""))
+        self._stream.call(shared, lambda _: None)
+
     def _ask(self, timeout_s: float) -> None:
-        """For the list after the last one that was seen, and with it all that is known."""
-        asked = m.KvGet(0, (MODULES_KEY, f"{MODULES_KEY}/{self._lists + 1}"), timeout_s)
+        """For all that is known, once there is a newer list than the one that was seen."""
+        keys: tuple[str, ...] = (MODULES_KEY, NUMBER_KEY)
+        if self._seen > 0:
+            keys = (*keys, f"{MODULES_KEY}/{self._seen + 1}")
+        asked = m.KvGet(0, keys, timeout_s)
         # With a session, so that the master forgets it when this node gets workers.
         self._requests += 1
         self._asked = self._stream.call(asked, self._modules_known, self._session, self._requests)
@@ -139,12 +153,12 @@ class Warmth:
 
     def _modules_known(self, body: m.AnyMessage) -> None:
         self._asked = None
-        if isinstance(body, m.Refused) and body.kind == "timeout":
+        if _is_missing(body):
             self._warmed()  # Nothing is known yet: no world has to wait for this node's imports.
             self._ask(math.inf)
         if not isinstance(body, m.Values):
             return
-        self._lists += 1
+        self._seen = int(body.values[1])
         self._ask(math.inf)
         names = body.values[0].decode(errors="replace").split("\n")
         env = worker_environment(
@@ -165,3 +179,8 @@ class Warmth:
         if not self._is_ready:
             self._is_ready = True
             self._say(what)
+
+
+def _is_missing(body: m.AnyMessage) -> bool:
+    """Whether the keys that were asked for are not there yet."""
+    return isinstance(body, m.Refused) and body.kind == "timeout"

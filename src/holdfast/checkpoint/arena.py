@@ -7,6 +7,10 @@
 The rule that everything rests on: the newest sealed slot of a part is not given away for writing,
 nor is one that somebody has pinned. An arena is used by one thread, the agent's event loop; setting
 memory aside takes long and is done by a thread of low priority behind it.
+
+Others may remove the files at any moment: systemd when a user has logged out (RemoveIPC), a batch
+system at the end of another job, a cleaner. A slot without its file is forgotten, and the next save
+gets a new one.
 """
 
 import contextlib
@@ -121,6 +125,8 @@ class Arena:
         self._slots: dict[Path, _SlotState] = {}
         self._allocator = Allocator()
         self._number = _highest_number(self._root.path)
+        self.lost = 0
+        """How many slots others have removed."""
         try:
             self._take_over(self._root.path)
             self._remove_strays()
@@ -137,6 +143,7 @@ class Arena:
 
         Returns the slots that there are, so that workers can map them before they need them.
         """
+        self._forget_removed()
         mine = self._of(key)
         # What holds something grows when its turn to be written comes.
         useless = [s for s in mine if s.meta is None and s.is_free and s.size < file_size(size)]
@@ -149,13 +156,21 @@ class Arena:
         return tuple(slot.path for slot in self._of(key))
 
     def grant(
-        self, key: PartKey, size: int, slots: int, avoid: frozenset[str] = frozenset()
+        self,
+        key: PartKey,
+        size: int,
+        slots: int,
+        avoid: frozenset[str] = frozenset(),
+        more: int = 0,
     ) -> Path | Busy:
         """A slot to write `size` bytes of data to; `sealed` or `give_back` ends the grant.
 
         One of those to `avoid` is taken only if there is no other. When the newest is the only one
-        that is not in use, it is given, and a part of this node gets one slot more for next time.
+        that is not in use, a part of this node gets one slot more: a rank that dies now may need
+        the newest of the others. Where that has no room, the newest is given. When all are in use,
+        there may be so many `more`.
         """
+        self._forget_removed()
         mine = self._of(key)
         free = [slot for slot in mine if slot.is_free and self._may_be_lost(slot, slots)]
         if len(mine) < slots and all(slot.meta is not None for slot in free):
@@ -166,26 +181,34 @@ class Arena:
                 if not free:
                     raise
                 # Fewer slots than were asked for: then the oldest has to do.
+        if not free and slots <= len(mine) < slots + more:
+            with contextlib.suppress(RejectedError):
+                self._check_room(key, size, 2)
+                return self._hand_out(self._allocate(key, size))
         if not free:
             whys = {pin.why for slot in mine for pin in slot.pins}
             whys |= {"being written" for slot in mine if slot.is_granted}
             return Busy(
                 f"all {len(mine)} memory slots of {key.part} are in use ({', '.join(sorted(whys))})"
             )
-        if key.node < 0 and len(mine) == slots > 1 and all(map(self._is_newest, free)):
-            with contextlib.suppress(RejectedError):
-                # As much again must stay free, for the training itself.
-                self._check_room(key, size, 2)
-                self._allocate(key, size)
+        ready = [slot for slot in free if slot.allocated.done()]
+        if key.node < 0 and slots > 1 and ready and all(map(self._is_newest, ready)):
+            if coming := [slot for slot in free if slot not in ready]:
+                return self._hand_out(coming[0])
+            # As much again must stay free, here and above, for the training itself.
+            if len(mine) == slots:
+                with contextlib.suppress(RejectedError):
+                    self._check_room(key, size, 2)
+                    return self._hand_out(self._allocate(key, size))
         slot, *others = sorted(
-            [slot for slot in free if slot.allocated.done()] or free,
+            ready or free,
             key=lambda slot: (str(slot.path) in avoid, slot.cost_of_writing(file_size(size))),
         )
         if slot.size < file_size(size):
             self._check_room(key, size, 1, freed=slot.size)
             self._remove(slot)
             slot = self._allocate(key, size)
-        for surplus in others[: max(0, len(mine) - slots)]:
+        for surplus in others[: max(0, len(mine) - slots - more)]:
             self._remove(surplus)
         return self._hand_out(slot)
 
@@ -204,7 +227,8 @@ class Arena:
             )
         # The same version may have been written again, with other bytes.
         sidecar_path(slot.path).unlink(missing_ok=True)
-        os.utime(slot.path)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(slot.path)
         return Held(slot.key, slot.path, slot.meta)
 
     def give_back(self, path: str | Path) -> None:
@@ -235,6 +259,7 @@ class Arena:
 
     def holdings(self, directory: str | None = None) -> list[Held]:
         """All sealed slots, of one series or of all, the newest first."""
+        self._forget_removed()
         sealed = [
             Held(slot.key, slot.path, slot.meta)
             for slot in self._slots.values()
@@ -267,6 +292,15 @@ class Arena:
         self._slots.clear()
         self._root.remove()
         self._allocator.close()
+
+    def _forget_removed(self) -> None:
+        """Who reads or writes such a slot keeps its memory, but there is nothing to be had of it.
+
+        Its pins and its grant end as those of any other slot.
+        """
+        for path in [path for path in self._slots if _is_gone(path)]:
+            del self._slots[path]
+            self.lost += 1
 
     def _of(self, key: PartKey) -> list[_SlotState]:
         return [slot for slot in self._slots.values() if slot.key == key]
@@ -306,28 +340,30 @@ class Arena:
             return Busy(f"memory for {slot.key.part} is being set aside", slot.allocated)
         try:
             slot.allocated.result()
-        except OSError as exc:
+            os.utime(slot.path)
+        except (OSError, StateError) as exc:
             self._remove(slot)
             raise self._no_memory(slot.key, slot.size, exc) from exc
+        # Only now: what was granted without being handed out would never be given back.
+        # Its digest stays: a writer that dies before its first byte leaves what was there before.
         slot.is_granted = True
         slot.meta = None
-        # Its digest stays: a writer that dies before its first byte leaves what was there before.
-        os.utime(slot.path)
         return slot.path
 
-    def _no_memory(self, key: PartKey, size: int, why: OSError) -> RejectedError:
+    def _no_memory(self, key: PartKey, size: int, why: OSError | StateError) -> RejectedError:
         return RejectedError(
             f"{room.in_words(size)} of room for {key.part} could not be set aside "
-            f"in {self._memory_dir}: {why.strerror}"
+            f"in {self._memory_dir}: {why.strerror if isinstance(why, OSError) else why}"
         )
 
     def _allocate(self, key: PartKey, size: int) -> _SlotState:
         if not _PART_NAME.fullmatch(key.part):
             raise RejectedError(f"a part cannot be called {key.part!r}")
         try:
+            self._root.keep()
             path = self._new_path(key)
             allocated = self._allocator.create(path, file_size(size))
-        except OSError as exc:
+        except (OSError, StateError) as exc:
             raise self._no_memory(key, size, exc) from exc
         slot = _SlotState(key, path, file_size(size), allocated)
         self._slots[path] = slot
@@ -350,14 +386,17 @@ class Arena:
         """What a dead agent left in our own root and what is no sealed slot."""
         for path in self._root.path.glob("*/*"):
             if path not in self._slots and path.with_suffix("") not in self._slots:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def _check_room(self, key: PartKey, size: int, count: int, freed: int = 0) -> None:
         """RejectedError unless `count` more slots can be had once `freed` bytes are gone."""
         if count <= 0:
             return
-        limit = room.tightest(self._memory_dir)
-        pending = sum(_not_yet_taken(slot) for slot in self._slots.values())
+        try:
+            limit = room.tightest(self._memory_dir)
+            pending = sum(_not_yet_taken(slot) for slot in self._slots.values())
+        except OSError as exc:
+            raise self._no_memory(key, size, exc) from exc
         left = limit.available + freed - pending
         if count * file_size(size) > left:
             raise RejectedError(
@@ -385,6 +424,16 @@ class Arena:
 def _highest_number(root: Path) -> int:
     names = [_FILE_NAME.fullmatch(path.name) for path in root.glob("*/*")]
     return max((int(name["number"]) for name in names if name is not None), default=0)
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False  # A disk that fails now may do again, and then the slot is removed.
+    return False
 
 
 def _not_yet_taken(slot: _SlotState) -> int:

@@ -14,6 +14,11 @@ doing it again from the start finishes it. The order is what guarantees that:
 A node that stands still between two steps, and goes on when others have committed the same attempt,
 a newer version of the step or a later step, changes nothing of theirs. On file systems that is the
 work of naming.py; in stores of objects every attempt has names of its own.
+
+What has its name is committed. If the fence closes after that, this node still sees to it that the
+plain name and the tracker lead to the newest, which it may just have taken from there; it removes
+nothing. Where two directories cannot swap names, a death may leave nothing under the plain name:
+that is put in order when a node begins to write there.
 """
 
 import threading
@@ -31,7 +36,13 @@ from holdfast.checkpoint.manifest import (
     list_step,
     make_manifest,
 )
-from holdfast.checkpoint.naming import give_name, settle_names
+from holdfast.checkpoint.naming import (
+    make_visible,
+    settle_names,
+    take_misnamed,
+    take_nameless,
+    take_plain_name,
+)
 from holdfast.checkpoint.places import claim, discard, is_going, place_of, remove_drafts
 from holdfast.checkpoint.storage_port import (
     FencedStorage,
@@ -41,7 +52,7 @@ from holdfast.checkpoint.storage_port import (
     readable_size,
 )
 from holdfast.model.checkpoint import Series, filled
-from holdfast.model.errors import RejectedError, RetryableError
+from holdfast.model.errors import FencedError, RejectedError, RetryableError
 from holdfast.protocol.checkpoints import CommitOrder
 from holdfast.runtime.observe import wall_clock
 
@@ -106,6 +117,7 @@ def _commit(storage: Storage, unfenced: Storage, series: Series, order: CommitOr
     if not name or "/" in name or AGAIN in name or name.startswith("."):
         raise RejectedError(f"a checkpoint's directory cannot be called {name!r}")
     standing = list_step(storage, name)
+    visible = name
     if _is_committed(storage, standing, order):
         # By a node that may have died before the names were durable.
         storage.sync(name)
@@ -115,26 +127,99 @@ def _commit(storage: Storage, unfenced: Storage, series: Series, order: CommitOr
         _check_files(storage, place, order)
         storage.put(f"{place}/{MANIFEST}", _manifest_of(series, order))
         storage.sync(place)
-        notes += give_name(storage, place, name, order.attempt)
+        visible = make_visible(storage, place, name)
     else:
         place = place_of(storage, series, order.attempt, order.version.step)
         _check_files(storage, place, order)
         storage.put(f"{place}/{MANIFEST}", _manifest_of(series, order))
         # Fenced or not: what this call has put there must not stay behind as a ghost.
         _require_files_stay(unfenced, place, order)
-    if storage.can_rename and standing:
-        notes += settle_names(storage, name, order.attempt)
-        remove_drafts(storage, order.attempt)
-    found = point_tracker(storage, series, unfenced)
-    of_step = [one for one in found if one.manifest.step == order.version.step]
-    if not storage.can_rename and _has_replaced(storage, of_step):
-        of_step = list_step(storage, name)
-    if not any(one.version == order.version for one in of_step):
+    try:
+        if visible != name:
+            notes += take_plain_name(storage, visible, name, order.attempt)
+        if storage.can_rename and standing:
+            notes += settle_names(storage, name, order.attempt)
+            remove_drafts(storage, order.attempt)
+        found = point_tracker(storage, series, unfenced)
+        of_step = [one for one in found if one.manifest.step == order.version.step]
+        if not storage.can_rename and _has_replaced(storage, of_step):
+            of_step = list_step(storage, name)
+    except FencedError:
+        # Not what it was about to do, which may be long out of date: it looks anew.
+        notes += _mend(unfenced, unfenced, series, name)
+        of_step = list_step(unfenced, name)
+        if any(one.version > order.version for one in of_step):
+            raise  # It came too late: others remove it.
+    if not _is_there(storage, of_step, name, order):
         raise RejectedError(
             f"step {order.version.step} of lineage {order.version.lineage} is not there: "
             "others have replaced it by a newer one or removed it"
         )
     return notes
+
+
+def put_in_order(
+    unfenced: Storage, series: Series, fence: Callable[[], None] = lambda: None
+) -> list[str] | None:
+    """Let the name and the tracker lead to the newest checkpoint, if a commit died before that.
+
+    Returns what the user should know, or None if it is to be looked at again: the newest is
+    damaged, or has names that this node has not heard of.
+
+    Nothing is removed: of two checkpoints of the step the newer may be damaged, and the older the
+    one that was restored. And only the newest step is looked at: others may be on their way out.
+    """
+    storage = FencedStorage(unfenced, fence)
+    found = list_all(storage, series).committed
+    if not found:
+        return []
+    newest, names = found[0], found[0].series(series.directory)
+    if (names.tracker, names.tracker_text) != (series.tracker, series.tracker_text):
+        return None  # Whoever has not heard of the names yet must not make a second tracker.
+    name = series.name(newest.manifest.step)
+    if not is_whole(storage, newest):
+        if storage.can_rename and (whole := take_nameless(storage, name)) is not None:
+            # What the tracker says leads to it, and it is what the job has restored.
+            take_plain_name(unfenced, whole.name, name, whole.manifest.attempt, removes=False)
+        return None
+    is_named = newest.name == name or not storage.can_rename
+    if is_named and _is_told(storage, series, newest):
+        return []
+    return _mend(storage, unfenced, series, name)
+
+
+def _mend(storage: Storage, unfenced: Storage, series: Series, name: str) -> list[str]:
+    """Let the newest checkpoint of a step have the plain name, and the tracker name the newest.
+
+    Once something was taken, no fence may come between.
+    """
+    notes: list[str] = []
+    taken = take_misnamed(storage, name) if storage.can_rename else None
+    if taken is not None:
+        storage, attempt = unfenced, taken.manifest.attempt
+        notes = take_plain_name(storage, taken.name, name, attempt, removes=False)
+    point_tracker(storage, series, unfenced)
+    return notes
+
+
+def _is_told(storage: Storage, series: Series, newest: Committed) -> bool:
+    if not series.tracker:
+        return True
+    return storage.get(series.tracker) == tracker_text(series, newest)
+
+
+def _is_there(storage: Storage, of_step: list[Committed], name: str, order: CommitOrder) -> bool:
+    """Whether the version is one of these, or of those that are there now.
+
+    A look misses what another renames meanwhile.
+    """
+    for _ in range(_TRIES):
+        if any(one.version == order.version for one in of_step):
+            return True
+        if not storage.can_rename:
+            break
+        of_step = list_step(storage, name)
+    return False
 
 
 def _is_committed(storage: Storage, standing: list[Committed], order: CommitOrder) -> bool:
@@ -196,8 +281,11 @@ def _has_replaced(storage: Storage, of_step: list[Committed]) -> bool:
 
 def tracker_text(series: Series, newest: Committed) -> bytes:
     """What the tracker says when this is the newest checkpoint."""
-    step = newest.manifest.step
-    return filled(series.tracker_text, name=newest.name, step=step).encode()
+    return _tracker_text(series, newest.name, newest.manifest.step)
+
+
+def _tracker_text(series: Series, name: str, step: int) -> bytes:
+    return filled(series.tracker_text, name=name, step=step).encode()
 
 
 def point_tracker(
@@ -206,17 +294,19 @@ def point_tracker(
     """Let the tracker name the newest committed checkpoint; returns all that there are.
 
     Another may have committed between the look and the write: it is looked at again after that, and
-    corrected whatever a fence says.
+    corrected whatever a fence says. It does not go back from a checkpoint that cannot be read now.
     """
     known: dict[str, Manifest] = {}
     for _ in range(_TRIES):
         told = storage.get(series.tracker) if series.tracker else None
         # Last, so that what is returned is there now.
-        found = list_all(storage, series, known=known)
+        listing = list_all(storage, series, known=known)
+        found = listing.committed
         if not found or not series.tracker:
             return found
         text = tracker_text(series, found[0])
-        if told == text:
+        unread = listing.perhaps_newest()
+        if told in {text, *(_tracker_text(series, one.name, one.step) for one in unread)}:
             return found
         storage.put(series.tracker, text)
         storage = unfenced or storage

@@ -18,3 +18,16 @@ def dlrover_step(storage: Storage) -> int | None:
         raw = storage.get(DLROVER_TRACKER) or b""
     text = raw.strip()
     return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else None
+
+
+def find_dlrover(storage: Storage, wanted: int | None, name: str) -> int | None:
+    """The newest step that DLRover has saved there, or the wanted one; None if it has not.
+
+    `name`: what a framework calls the folder of the wanted step; DLRover's own is its number.
+    """
+    newest = dlrover_step(storage)
+    if newest is None or wanted in (None, newest):
+        return newest
+    with telling(f"{storage.full('')} could not be listed"):
+        folders = storage.folders("")
+    return None if {str(wanted), name}.isdisjoint(folders) else wanted

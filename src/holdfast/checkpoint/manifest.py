@@ -6,7 +6,9 @@ itself. A directory is a committed checkpoint if and only if a whole manifest is
 """
 
 import re
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 from crc32c import crc32c
@@ -14,7 +16,7 @@ from msgspec import Struct
 
 from holdfast.checkpoint.data_position import DataPosition
 from holdfast.checkpoint.digests import CHUNK
-from holdfast.checkpoint.storage_port import Storage, telling
+from holdfast.checkpoint.storage_port import Patience, Storage, persistently, telling
 from holdfast.model.checkpoint import (
     SHARED,
     FileEntry,
@@ -25,7 +27,7 @@ from holdfast.model.checkpoint import (
     filled,
     rank_of,
 )
-from holdfast.model.errors import RejectedError, StateError
+from holdfast.model.errors import RejectedError, RetryableError, StateError
 from holdfast.protocol.checkpoints import CommitOrder
 
 MANIFEST = "manifest.json"
@@ -40,6 +42,9 @@ RANKS_MAX = 1 << 20
 NAME_BYTES_MAX = 200
 """Of each piece of a name: room is left for what is added to it while the file is written."""
 PIECES_MAX = 20
+
+_PATIENCE = Patience(limit_s=1.0, first_pause_s=0.2)
+"""With single manifests that cannot be read, while others can: training may wait for the list."""
 
 _END = b'"\n}\n'
 _DIGEST = re.compile(r"[0-9a-f]{8}")
@@ -286,6 +291,28 @@ class Committed(Struct, frozen=True):
         return Stored(manifest.version, manifest.shape, positions, first_rank)
 
 
+class Unread(Struct, frozen=True):
+    """What is called as a checkpoint, and cannot be read now: it may be one."""
+
+    name: str
+    step: int
+    """That its name says."""
+    why: str
+
+
+class Listing(Struct, frozen=True):
+    """What there is in a directory."""
+
+    committed: list[Committed]
+    """The newest first; also several of one step."""
+    unread: list[Unread]
+
+    def perhaps_newest(self) -> list[Unread]:
+        """Those that may be newer than all that could be read."""
+        step = self.committed[0].manifest.step if self.committed else 0
+        return [one for one in self.unread if one.step >= step]
+
+
 def read_manifest(storage: Storage, name: str) -> Manifest | None:
     """The manifest in a checkpoint's directory; None if there is none, StateError if it is bad."""
     path = f"{name}/{MANIFEST}"
@@ -304,9 +331,15 @@ def list_committed(
     """Every committed checkpoint, the newest first; one per step.
 
     Without a series, checkpoints of any name. What is none of ours is passed over; what looks like
-    ours and cannot be read is reported.
+    ours and cannot be read is reported. RejectedError if that is all that there is of a series: to
+    begin from nothing then would be a disaster.
     """
-    return newest_per_step(list_all(storage, series, report))
+    listing = list_all(storage, series, report)
+    if series is not None and listing.unread and not listing.committed:
+        raise RejectedError(
+            f"{listing.unread[0].why}: make it readable, or remove it if it is no checkpoint"
+        )
+    return newest_per_step(listing.committed)
 
 
 def newest_per_step(found: list[Committed]) -> list[Committed]:
@@ -322,34 +355,101 @@ def list_all(
     series: Series | None = None,
     report: Callable[[str], None] | None = None,
     known: dict[str, Manifest] | None = None,
-) -> list[Committed]:
-    """Every committed checkpoint, the newest first; also several of one step.
+) -> Listing:
+    """Every committed checkpoint, and what may be one and cannot be read.
 
     `known` is filled with the manifests that stay what they are for as long as they are there; what
-    is in it is not read again.
+    is in it is not read again. RetryableError when the storage as a whole does not work.
     """
     known = {} if known is None else known
-    found = []
-    with telling(f"{storage.url} could not be listed"):
-        names = storage.folders("")
-    for name in names:
+    found: list[Committed] = []
+    failed: dict[str, RejectedError | RetryableError] = {}
+
+    def look(name: str) -> None:
+        failed.pop(name, None)
         try:
             manifest = known.get(name) or read_manifest(storage, name)
         except StateError as exc:
             if report is not None:
                 report(str(exc))
-            continue
+            return
+        except (RejectedError, RetryableError) as exc:
+            failed[name] = exc
+            return
         if manifest is None:
-            continue
+            return
         if not storage.can_rename and AGAIN in name:
             known[name] = manifest  # A name that only one attempt ever uses.
         if _fits(name, manifest, series):
             found.append(Committed(name, manifest))
-    return sorted(found, key=lambda one: _age_key(one.manifest), reverse=True)
+
+    with telling(f"{storage.url} could not be listed"):
+        names = storage.folders("")
+    for name in names:
+        # What is called otherwise is not even looked at: it may belong to another user.
+        if series is None or _step_of(name, series) is not None:
+            look(name)
+    _look_again(failed, look)
+    if passing := _passing(failed):
+        # One bad manifest hides no others; but if none can be read any more, it is the storage.
+        if found:
+            with suppress(StateError):
+                read_manifest(storage, found[-1].name)
+        elif series is not None:
+            raise passing[0]
+    found.sort(key=lambda one: _age_key(one.manifest), reverse=True)
+    unread = _unread(failed, found, series)
+    for one in unread:
+        if report is not None:
+            report(one.why)
+    return Listing(found, unread)
+
+
+def _passing(failed: dict[str, RejectedError | RetryableError]) -> list[RetryableError]:
+    return [exc for exc in failed.values() if isinstance(exc, RetryableError)]
+
+
+def _look_again(
+    failed: dict[str, RejectedError | RetryableError], look: Callable[[str], None]
+) -> None:
+    """Once more, for a moment, at what may pass."""
+
+    def again() -> None:
+        for name in [name for name, exc in failed.items() if isinstance(exc, RetryableError)]:
+            look(name)
+        if passing := _passing(failed):
+            raise passing[0]
+
+    with suppress(RetryableError):
+        persistently("", again, _PATIENCE, threading.Event())
+
+
+def _unread(
+    failed: dict[str, RejectedError | RetryableError],
+    found: list[Committed],
+    series: Series | None,
+) -> list[Unread]:
+    """What failed and is called as a checkpoint: of the series, or of one of those found.
+
+    If there is nothing to go by, all that failed.
+    """
+    patterns = {one.manifest.pattern for one in found}
+    kinds = [Series("", pattern=pattern) for pattern in patterns] if series is None else [series]
+    unread = []
+    for name, exc in failed.items():
+        steps = [step for kind in kinds if (step := _step_of(name, kind)) is not None]
+        if steps or not kinds:
+            unread.append(Unread(name, max(steps, default=0), str(exc)))
+    return unread
+
+
+def _step_of(name: str, series: Series) -> int | None:
+    return series.step_of(name.partition(AGAIN)[0])
 
 
 def list_step(storage: Storage, name: str) -> list[Committed]:
-    """Every committed checkpoint that has this name, or this name with an attempt's."""
+    """Every committed checkpoint that has this name, or this name with an attempt's, the newest
+    first."""
     found = []
     for folder in storage.folders(""):
         if folder != name and not folder.startswith(name + AGAIN):
@@ -360,7 +460,7 @@ def list_step(storage: Storage, name: str) -> list[Committed]:
             continue
         if manifest is not None:
             found.append(Committed(folder, manifest))
-    return found
+    return sorted(found, key=lambda one: _age_key(one.manifest), reverse=True)
 
 
 def is_whole(storage: Storage, committed: Committed) -> bool:
@@ -371,12 +471,14 @@ def is_whole(storage: Storage, committed: Committed) -> bool:
 
 def find_committed(storage: Storage, series: Series, version: Version) -> Committed:
     """The checkpoint of exactly this version; StateError when it is not there (any more)."""
-    for committed in list_committed(storage, series):
+    listing = list_all(storage, series)
+    for committed in newest_per_step(listing.committed):
         if committed.version == version:
             return committed
+    why = "".join(f": {one.why}" for one in listing.unread if one.step == version.step)
     raise StateError(
         f"there is no checkpoint of step {version.step} (lineage {version.lineage}) "
-        f"in {series.directory}"
+        f"in {series.directory}{why}"
     )
 
 

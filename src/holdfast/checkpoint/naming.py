@@ -21,6 +21,7 @@ from holdfast.checkpoint.manifest import (
     MANIFEST,
     Committed,
     is_whole,
+    list_step,
     read_manifest,
 )
 from holdfast.checkpoint.places import discard
@@ -37,16 +38,16 @@ def own_name(name: str) -> str:
     return f"{name}{AGAIN}{secrets.token_hex(8)}"
 
 
-def give_name(storage: Storage, draft: str, name: str, attempt: str) -> list[str]:
+def make_visible(storage: Storage, draft: str, name: str) -> str:
     """Make a checkpoint of a whole directory that only this caller works on.
 
-    Returns what the user should know beside that.
+    Returns what it is called now: the plain name, or one of the caller's own if that is taken.
     """
     if _can_rename(storage, draft, name):
-        return []
+        return name
     own = own_name(name)
     storage.rename(draft, own)
-    return take_plain_name(storage, own, name, attempt)
+    return own
 
 
 def settle_names(storage: Storage, name: str, attempt: str) -> list[str]:
@@ -61,19 +62,55 @@ def settle_names(storage: Storage, name: str, attempt: str) -> list[str]:
     return notes
 
 
-def take_plain_name(storage: Storage, own: str, name: str, attempt: str) -> list[str]:
+def take_misnamed(storage: Storage, name: str) -> Committed | None:
+    """Take the newest checkpoint of a step if the plain name is gone or an older one's.
+
+    None if all is well, or if another has been quicker.
+    """
+    newest = next(iter(list_step(storage, name)), None)
+    if newest is None or (version_at(storage, name) or NONE) >= newest.version:
+        return None
+    return _take(storage, newest, name)
+
+
+def take_nameless(storage: Storage, name: str) -> Committed | None:
+    """Take the newest whole checkpoint of a step if nothing has the plain name.
+
+    None if something has it, if none is whole, or if another has been quicker.
+    """
+    if name in storage.folders(""):
+        return None
+    whole = (one for one in list_step(storage, name) if is_whole(storage, one))
+    newest = next(whole, None)
+    return None if newest is None else _take(storage, newest, name)
+
+
+def _take(storage: Storage, committed: Committed, name: str) -> Committed | None:
+    own = own_name(name)
+    try:
+        storage.rename(committed.name, own)
+    except FileNotFoundError:
+        return None
+    return Committed(own, committed.manifest)
+
+
+def take_plain_name(
+    storage: Storage, own: str, name: str, attempt: str, *, removes: bool = True
+) -> list[str]:
     """Give the plain name to the newer of two: what has it, and what the caller has taken.
 
-    What is not a checkpoint is set aside under the name of the attempt, never removed.
+    What is not a checkpoint is set aside under the name of the attempt, never removed. The older
+    one of two checkpoints is removed, or keeps a name of the caller's own.
     """
     notes: list[str] = []
     for _ in range(_TRIES):
         mine, other = version_at(storage, own), version_at(storage, name)
         if mine is None:
             return notes + _set_aside(storage, own, name, attempt)
-        if other is not None and other >= mine:
+        is_newer = other is not None and other > mine
+        if is_newer or (other == mine and not _is_worse(storage, name, own)):
             # A damaged one is no reason to remove what it should have replaced.
-            if _is_whole(storage, name):
+            if removes and _is_whole(storage, name):
                 discard(storage, own)
             return notes
         with suppress(FileNotFoundError):  # Others have been quicker: look again.
@@ -83,8 +120,10 @@ def take_plain_name(storage: Storage, own: str, name: str, attempt: str) -> list
                 continue  # What had the name is now the one that was taken.
             before = own_name(name)
             storage.rename(name, before)
-            is_done = _can_rename(storage, own, name)
-            notes += take_plain_name(storage, before, name, attempt)
+            is_done = False
+            with suppress(FileNotFoundError):  # Then what was taken away has to go back.
+                is_done = _can_rename(storage, own, name)
+            notes += take_plain_name(storage, before, name, attempt, removes=removes)
             if is_done:
                 return notes
     raise RetryableError(f"others keep renaming {storage.full(name)}")
@@ -119,6 +158,10 @@ def version_at(storage: Storage, place: str) -> Version | None:
         raw = storage.get(f"{place}/{MANIFEST}")
         return NONE if raw is not None and FORMAT.encode() in raw[:100] else None
     return None if manifest is None else manifest.version
+
+
+def _is_worse(storage: Storage, name: str, other: str) -> bool:
+    return not _is_whole(storage, name) and _is_whole(storage, other)
 
 
 def _is_whole(storage: Storage, name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 
 from holdfast.checkpoint.digests import CHUNK, chunks_of, combine
-from holdfast.checkpoint.storage_port import CrcOf, Moved, crc_of, readable_size
+from holdfast.checkpoint.storage_port import CrcOf, Moved, crc_of, readable_size, refuse_large
 from holdfast.model.errors import RejectedError, RetryableError, UsageError
 from holdfast.runtime.observe import wall_clock
 
@@ -85,6 +85,8 @@ class ObjectStorage:
     def get(self, path: str) -> bytes | None:
         with self._telling(path):
             try:
+                # Asked for first, as S3 refuses to give any part of an empty object.
+                refuse_large(self.full(path), self._fs.size(self._name(path)))
                 return bytes(self._fs.cat_file(self._name(path)))
             except FileNotFoundError:
                 return None

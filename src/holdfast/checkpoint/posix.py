@@ -22,7 +22,15 @@ from pathlib import Path
 
 from holdfast.checkpoint.digests import chunks_of, combine
 from holdfast.checkpoint.memory import low_priority
-from holdfast.checkpoint.storage_port import HIDDEN, CrcOf, Moved, crc_of, readable_size
+from holdfast.checkpoint.storage_port import (
+    HIDDEN,
+    SMALL_MAX,
+    CrcOf,
+    Moved,
+    crc_of,
+    readable_size,
+    refuse_large,
+)
 from holdfast.model.errors import RejectedError, RetryableError, StateError
 
 _PAGE = 4096
@@ -31,8 +39,6 @@ _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NOT_POSSIBLE_HERE = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
-_SMALL_MAX = 256 << 20
-"""No manifest and no tracker is larger: whatever is, is not read into memory."""
 
 
 class PosixStorage:
@@ -86,9 +92,8 @@ class PosixStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
         with os.fdopen(fd, "rb") as file:
-            content = file.read(_SMALL_MAX + 1)
-        if len(content) > _SMALL_MAX:
-            raise StateError(f"{place} has more than {readable_size(_SMALL_MAX)}")
+            content = file.read(SMALL_MAX + 1)
+        refuse_large(str(place), len(content))
         return content
 
     def open(self, path: str) -> "PosixReader":

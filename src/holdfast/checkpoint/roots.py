@@ -72,12 +72,22 @@ class Root:
         fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(path / _LOCK).st_ino != os.fstat(fd).st_ino:
+            if not _is_lock(path, fd):
                 raise FileNotFoundError(path)
         except (BlockingIOError, FileNotFoundError):
             os.close(fd)
             return None
         return cls(path, fd)
+
+    def keep(self) -> None:
+        """Make the directory again if others have removed it, or its lock.
+
+        OSError, StateError: it cannot be had now.
+        """
+        if not _is_lock(self.path, self._lock_fd):
+            again = self._take(self.path)
+            self.release()
+            self._lock_fd = again._lock_fd
 
     def orphans(self) -> Iterator["Root"]:
         """Directories that dead agents of this job left, each locked for the caller."""
@@ -114,6 +124,14 @@ class Root:
         self.release()
         _remove_if_empty(self.path.parent)
         _remove_if_empty(self.path.parent.parent)
+
+
+def _is_lock(path: Path, fd: int) -> bool:
+    """Whether this is the file that others would lock."""
+    try:
+        return os.stat(path / _LOCK).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def user_dir(memory_dir: Path, name: str = NAME) -> Path:

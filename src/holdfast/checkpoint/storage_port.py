@@ -17,10 +17,13 @@ from typing import Protocol, TypeVar
 
 from crc32c import crc32c
 
-from holdfast.model.errors import RejectedError, RetryableError
+from holdfast.model.errors import RejectedError, RetryableError, StateError
 
 HIDDEN = ".holdfast"
 """Where everything that is not (or no longer) a checkpoint lives, inside the directory."""
+
+SMALL_MAX = 256 << 20
+"""No manifest and no tracker is larger: whatever is, is not read into memory."""
 
 Result = TypeVar("Result")
 
@@ -230,6 +233,12 @@ def persistently(
             if time.monotonic() + pause_s > deadline or stop.wait(pause_s):
                 raise
         pause_s = min(2 * pause_s, patience.longest_pause_s)
+
+
+def refuse_large(path: str, size: int) -> None:
+    """StateError if a file of which so much was read is larger than any small file of ours."""
+    if size > SMALL_MAX:
+        raise StateError(f"{path} has more than {readable_size(SMALL_MAX)}")
 
 
 def readable_size(size: float) -> str:

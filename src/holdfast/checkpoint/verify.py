@@ -3,7 +3,6 @@
 
 import mmap
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -14,11 +13,11 @@ from msgspec import Struct
 
 from holdfast.checkpoint.commit import tracker_text
 from holdfast.checkpoint.digests import CHUNK, chunks_of, combine
-from holdfast.checkpoint.manifest import MANIFEST, Committed, encode_manifest, list_committed
+from holdfast.checkpoint.manifest import MANIFEST, Committed, encode_manifest, list_all
 from holdfast.checkpoint.persist import READERS, damaged, digest_file, wrong_size
 from holdfast.checkpoint.storage_port import Storage, telling
 from holdfast.model.checkpoint import FileEntry, Series
-from holdfast.model.errors import RejectedError, StateError
+from holdfast.model.errors import RejectedError, RetryableError, StateError
 
 
 class Verdict(Struct, frozen=True):
@@ -35,8 +34,11 @@ class Verdict(Struct, frozen=True):
 
 def quick_problems(storage: Storage, committed: Committed) -> list[str]:
     """Files that are missing, have another size, or are not in the manifest."""
-    with telling(f"{storage.full(committed.name)} could not be listed"):
-        found = storage.files(committed.name)
+    try:
+        with telling(f"{storage.full(committed.name)} could not be listed"):
+            found = storage.files(committed.name)
+    except (RejectedError, RetryableError) as exc:
+        return [str(exc)]  # It says nothing about the others.
     found.pop(MANIFEST, None)
     problems = []
     for file in committed.manifest.files:
@@ -64,8 +66,10 @@ def verify_checkpoint(
 ) -> Verdict:
     """Read every byte and compare its digest. `progress` gets the number of bytes just read."""
     problems = quick_problems(storage, committed)
-    with telling(f"{storage.full(committed.name)} could not be listed"):
+    try:
         found = storage.files(committed.name)
+    except (OSError, RejectedError, RetryableError):
+        found = {}
     scratch = _Scratch()
     for entry in committed.manifest.entries:
         if found.get(entry.name) != entry.size:
@@ -74,7 +78,7 @@ def verify_checkpoint(
         try:
             with telling(f"{storage.full(path)} could not be read"):
                 digest = digest_file(storage, path, entry.size, scratch, READERS, progress)
-        except (StateError, RejectedError) as exc:
+        except (StateError, RejectedError, RetryableError) as exc:
             problems.append(str(exc))
             continue
         if digest != entry.digest:
@@ -85,17 +89,21 @@ def verify_checkpoint(
 def directory_problems(storage: Storage) -> list[str]:
     """What is wrong beside the checkpoints: manifests that are bad or gone, the tracker."""
     problems: list[str] = []
-    committed = list_committed(storage, report=problems.append)
-    if not committed:
+    listing = list_all(storage, report=problems.append)
+    if not listing.committed:
         return problems
-    series = committed[0].series(storage.url)
+    newest = listing.committed[0]
+    series = newest.series(storage.url)
+    unread = {one.name for one in listing.unread}
     for name in storage.folders(""):
-        if _is_name_of(series, name) and _small_file(storage, f"{name}/{MANIFEST}") is None:
+        if name in unread or series.step_of(name) is None:
+            continue
+        if _small_file(storage, f"{name}/{MANIFEST}") is None:
             problems.append(f"{storage.full(name)} has no manifest, so it is not a checkpoint")
-    if series.tracker and not names_one_of(storage, series, committed[:1]):
+    is_known = not listing.perhaps_newest()
+    if series.tracker and is_known and not names_one_of(storage, series, [newest]):
         problems.append(
-            f"{storage.full(series.tracker)} does not name the newest checkpoint, "
-            f"{committed[0].name}"
+            f"{storage.full(series.tracker)} does not name the newest checkpoint, {newest.name}"
         )
     return problems
 
@@ -113,10 +121,6 @@ def _small_file(storage: Storage, path: str) -> bytes | None:
             return storage.get(path)
     except (StateError, RejectedError):
         return b""
-
-
-def _is_name_of(series: Series, name: str) -> bool:
-    return any(series.name(int(digits)) == name for digits in re.findall(r"[0-9]+", name))
 
 
 class _Scratch:

@@ -18,6 +18,7 @@ EXIT_FAILED = 1
 COMMANDS = {
     "run": "train: torchrun's flags, and a job that survives failures",
     "status": "show a job: nodes, world, step, goodput and incidents",
+    "stop": "end a job for good: its memory goes to storage first",
     "demo": "watch a small job survive three kills",
     "ckpt": "list, verify, export and remove checkpoints",
     "data": "show the datasets of a job: progress, rate, leases and what was set aside",

@@ -3,22 +3,27 @@
 
 import os
 import signal
+import socket
+import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from holdfast import __version__
 from holdfast.agent.agent import Agent, AgentEnd, AgentSettings
 from holdfast.agent.group import Program
 from holdfast.agent.network import own_address
 from holdfast.agent.output import Write
 from holdfast.agent.processes import RunMode
 from holdfast.cli.console import Console
+from holdfast.cli.logged import errors_in
 from holdfast.cli.run_options import RunOptions, Std, std_of
 from holdfast.core.node.environment import Launch
 from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.runtime import lifeline, tls
+from holdfast.runtime.log_file import LogFile
 from holdfast.runtime.observe import Say
 from holdfast.runtime.private import require_own
 from holdfast.runtime.process_names import own_name
@@ -55,7 +60,7 @@ async def run_agent(
     console: Console,
     say: Say,
     signals: EndSignals,
-    stop_job: Callable[[], None] | None = None,
+    stop_job: Callable[[signal.Signals], None] | None = None,
     started: Callable[[Agent], None] = lambda agent: None,
 ) -> AgentEnd:
     """Run one agent against `options.master` until its part in the job is over.
@@ -78,7 +83,6 @@ def _settings(
 ) -> AgentSettings:
     assert options.master is not None
     assert options.token_file is not None
-    job = options.job or "job"
     leave_s = node.leave_s - min(FAREWELL_S, node.leave_s / 5)
     contact_s = min(FIRST_CONTACT_S, options.join_timeout_s)
     socket = folder / "agent.sock"
@@ -87,7 +91,7 @@ def _settings(
     launch = Launch(
         nproc=options.nproc,
         role=options.role,
-        run_id=options.rdzv_id or job,
+        run_id=_run_id(options),
         max_restarts=options.max_restarts,
         socket=f"unix:{socket}",
         token_file=str(options.token_file.absolute()),
@@ -99,7 +103,7 @@ def _settings(
         mode=_mode(options),
         launch=launch,
         env=worker_base(),
-        log_dir=_log_folder(options.log_dir or folder / "logs", launch.run_id),
+        log_dir=log_folder(options, folder),
         console=_console(options, console),
         terminal_rank=-1 if options.terminal_rank is None else options.terminal_rank,
     )
@@ -123,13 +127,38 @@ def _settings(
     )
 
 
-def _log_folder(logs: Path, run_id: str) -> Path:
-    """The job's own folder there. StateError if another user made it: ours would write into it."""
-    folder = logs / run_id
-    with suppress(OSError):  # Then no worker can be started, and each says why.
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    require_own(folder)
-    return folder
+def _run_id(options: RunOptions) -> str:
+    return options.rdzv_id or options.job or "job"
+
+
+def log_folder(options: RunOptions, folder: Path) -> Path:
+    """The job's own folder for logs, below that of the user or of the command.
+
+    StateError if another user made it: ours would write into it.
+    """
+    logs = (options.log_dir or folder / "logs") / _run_id(options)
+    with suppress(OSError):  # Then nothing is kept there, and each round says why.
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own(logs)
+    return logs
+
+
+@contextmanager
+def own_log(options: RunOptions, folder: Path, name: str) -> Iterator[LogFile | None]:
+    """The log file of this process among those of its job; None if there can be none."""
+    path = log_folder(options, folder) / name
+    try:
+        log = LogFile(path)
+    except OSError as exc:
+        print(f"holdfast: there is no log file {path}: {exc}", file=sys.stderr)
+        yield None
+        return
+    log(f"holdfast {__version__} is process {os.getpid()} on {socket.gethostname()}")
+    try:
+        with errors_in(log):
+            yield log
+    finally:
+        log.close()
 
 
 def _mode(options: RunOptions) -> RunMode:
@@ -163,13 +192,13 @@ def _console(options: RunOptions, console: Console) -> Callable[[int, bool], Wri
 
 
 def _obey_signals(
-    agent: Agent, signals: EndSignals, line: int, stop_job: Callable[[], None] | None
+    agent: Agent, signals: EndSignals, line: int, stop_job: Callable[[signal.Signals], None] | None
 ) -> None:
     patience = Patience()
 
     def stopped(number: signal.Signals) -> None:
         if stop_job is not None:
-            stop_job()
+            stop_job(number)
         agent.shut_down(
             f"this node was stopped by {number.name}",
             128 + number,

@@ -4,7 +4,8 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,23 @@ import uvloop
 from holdfast.cli.run_options import parse_address
 from holdfast.master import notes
 from holdfast.master.view import JobView
-from holdfast.model.errors import HoldfastError, ProtocolError, RetryableError, UsageError
+from holdfast.model.errors import (
+    HoldfastError,
+    ProtocolError,
+    RejectedError,
+    RetryableError,
+    UsageError,
+)
 from holdfast.protocol import messages as m
 from holdfast.runtime.settings import environment
 from holdfast.runtime.tls import client_tls
 from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, connect
+
+BACK_S = 30.0
+"""How long a master that is gone is waited for: a launcher starts the next one within seconds."""
+
+RETRY_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,29 +112,35 @@ def _warn(sentence: str) -> None:
 
 
 class _Observer:
-    """The client's end of the link: one answer, then stories until the link ends."""
-
-    CALL = 1
+    """The client's end of the link: its answers, and stories until the link ends."""
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers: dict[int, asyncio.Future[m.AnyMessage]] = {}
         self.stories: asyncio.Queue[m.Story | None] = asyncio.Queue()
 
     def opened(self, link: Link) -> None:
         """Only servers are told."""
 
+    async def ask(self, link: Link, body: m.AnyMessage) -> m.AnyMessage:
+        call = len(self._answers) + 1
+        answer: asyncio.Future[m.AnyMessage] = asyncio.get_running_loop().create_future()
+        self._answers[call] = answer
+        link.send(body, call)
+        return await answer
+
     def received(self, link: Link, frame: m.Frame) -> None:
-        match frame.body:
-            case m.Observed(state=state) if not self.answer.done():
-                self.answer.set_result(state)
-            case m.Story():
-                self.stories.put_nowait(frame.body)
-            case other:
-                raise ProtocolError(f"{type(other).__name__} came to an observer")
+        answer = self._answers.get(frame.call)
+        if isinstance(frame.body, m.Story):
+            self.stories.put_nowait(frame.body)
+        elif answer is not None and not answer.done():
+            answer.set_result(frame.body)
+        else:
+            raise ProtocolError(f"{type(frame.body).__name__} came to an observer")
 
     def closed(self, link: Link) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(RetryableError("the master hung up before it answered"))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(RetryableError("the master hung up before it answered"))
         self.stories.put_nowait(None)
 
 
@@ -133,21 +151,84 @@ async def watch(
     tell: Callable[[m.Story], None] | None,
 ) -> None:
     """Show the state; with `tell`, tell every story after it until the job or the link ends."""
+    async with _asking(target, timeout_s, m.Observe(follow=tell is not None)) as (
+        observer,
+        observed,
+    ):
+        assert isinstance(observed, m.Observed)
+        show(observed.state)
+        if tell is not None:
+            await _tell_all(observer, tell)
+
+
+async def end(
+    target: Target,
+    timeout_s: float,
+    reason: str,
+    tell: Callable[[m.Story], None],
+    *,
+    back_s: float = BACK_S,
+) -> None:
+    """End the job, and tell what happens until its master has said its last word.
+
+    RetryableError if that never comes: then nobody knows whether the nodes have saved. The end of
+    the link is no proof, because a master may be killed while they do.
+    """
+    follow = m.Observe(follow=True)
+    async with _asking(target, timeout_s, follow, m.StopJob(reason)) as (observer, _):
+        word = await _last_word(observer, tell)
+    loop = asyncio.get_running_loop()
+    if word is None:
+        _warn("the master is gone before its last word; waiting for the next one")
+        give_up_at = loop.time() + back_s
+        while word is None and loop.time() < give_up_at:
+            await asyncio.sleep(RETRY_S)
+            with suppress(RetryableError):
+                async with _asking(target, timeout_s, follow) as (observer, _):
+                    # What it decided is in its journal: it need not be told again.
+                    word = await _last_word(observer, tell)
+                    give_up_at = loop.time() + back_s
+        if word is None:
+            raise RetryableError(
+                "its master is gone; the job was told to end and may still be saving"
+            )
+    if word.text:
+        raise RetryableError(
+            "the job was told to end, but some of what was in memory may not be on storage: "
+            f"{word.text}"
+        )
+
+
+async def _last_word(observer: _Observer, tell: Callable[[m.Story], None]) -> m.Story | None:
+    while (story := await observer.stories.get()) is not None:
+        if story.kind == m.LAST_WORD:
+            return story
+        if story.kind != "Progress":
+            tell(story)
+    return None
+
+
+@asynccontextmanager
+async def _asking(
+    target: Target, timeout_s: float, *requests: m.AnyMessage
+) -> AsyncIterator[tuple[_Observer, m.AnyMessage]]:
+    """A link on which these requests are answered, with the last answer."""
     token, tls = read_token(target.token_file), client_tls(target.tls_ca)
     observer = _Observer()
+    answer: m.AnyMessage = m.Done()
     try:
         async with asyncio.timeout(timeout_s):
             link = await connect(target.address, observer, token, tls=tls, timeout_s=timeout_s)
-            link.send(m.Observe(follow=tell is not None), _Observer.CALL)
-            state = await observer.answer
+            for request in requests:
+                answer = await observer.ask(link, request)
+                if isinstance(answer, m.Refused):
+                    raise RejectedError(answer.message)
     except TimeoutError:
         raise _unreachable(target, f"no answer within {timeout_s:g} s") from None
     except HoldfastError as exc:
         raise _unreachable(target, str(exc).removeprefix(f"{target.address}: ")) from exc
     try:
-        show(state)
-        if tell is not None:
-            await _tell_all(observer, tell)
+        yield observer, answer
     finally:
         link.abort()
 
@@ -156,6 +237,8 @@ async def _tell_all(observer: _Observer, tell: Callable[[m.Story], None]) -> Non
     while (story := await observer.stories.get()) is not None:
         if story.kind == "Progress":
             continue  # Once a second: for a status line, not for a list of what happened.
+        if story.kind == m.LAST_WORD:
+            return  # It began to follow when the job had finished, and its nodes saved.
         tell(story)
         if story.kind == "JobFinished":
             return

@@ -52,15 +52,27 @@ def add_parser(
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    ls = _verb(verbs, "ls", _ls, "list the checkpoints, the newest first")
+    ls = _verb(verbs, "ls", _ls, "list the checkpoints, the newest first", "saves")
     ls.add_argument("--json", action="store_true", help="one line of JSON per checkpoint")
-    show = _verb(verbs, "show", _show, "show what is in a checkpoint")
+    show = _verb(verbs, "show", _show, "show what is in a checkpoint", "saves 1000")
     _add_step(show, "which step (default: the newest)")
     show.add_argument("--json", action="store_true", help="print the manifest as JSON")
-    verify = _verb(verbs, "verify", _verify, "read every byte and compare it with the manifests")
+    verify = _verb(
+        verbs,
+        "verify",
+        _verify,
+        "read every byte and compare it with the manifests",
+        "s3://bucket/saves",
+    )
     _add_step(verify, "only this step (default: all)")
     verify.add_argument("--json", action="store_true", help="one line of JSON per checkpoint")
-    export = _verb(verbs, "export", _export, "copy a checkpoint, verified, maybe to another format")
+    export = _verb(
+        verbs,
+        "export",
+        _export,
+        "copy a checkpoint, verified, maybe to another format",
+        "saves 1000 --to model.safetensors --format safetensors",
+    )
     _add_step(export, "which step (default: the newest)")
     export.add_argument("--to", type=Path, required=True, metavar="PATH", help="what to write")
     export.add_argument(
@@ -70,7 +82,7 @@ def add_parser(
         help="copy: the directory as it is (default); safetensors, torch: one file; dcp: a "
         "directory for torch.distributed.checkpoint",
     )
-    rm = _verb(verbs, "rm", _rm, "remove checkpoints")
+    rm = _verb(verbs, "rm", _rm, "remove checkpoints", "saves 100 200")
     rm.add_argument("steps", nargs="+", type=_step, metavar="STEP", help="which steps")
     rm.add_argument("--yes", action="store_true", help="do not ask")
     rm.add_argument("--force", action="store_true", help="the newest may go too")
@@ -81,9 +93,16 @@ def _verb(
     name: str,
     run: Command,
     summary: str,
+    example: str,
 ) -> argparse.ArgumentParser:
     text = f"{summary[0].upper()}{summary[1:]}."
-    parser = verbs.add_parser(name, help=summary, description=text, allow_abbrev=False)
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=text,
+        examples=(f"holdfast ckpt {name} {example}",),
+        allow_abbrev=False,
+    )
     parser.add_argument("directory", metavar="DIR", help="the checkpoint directory, or a URL")
     parser.set_defaults(run=run)
     return parser
@@ -195,7 +214,7 @@ def _print_checkpoint(storage: Storage, one: Committed) -> None:
     kind = "the same model on every rank" if manifest.shared else "every rank its own part"
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     grid.add_row("checkpoint", Text(storage.full(one.name)))
     grid.add_row("step", f"{manifest.step} of lineage {manifest.lineage}")
     grid.add_row("created", manifest.created)

@@ -12,18 +12,20 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from holdfast.agent.output import Slot, write_all
-from holdfast.cli.screen import Screen
+from holdfast.cli.screen import Screen, plain
 from holdfast.runtime.settings import environment
 
 BACKLOG_BYTES_MAX = 4 * 1024 * 1024
 CLOSE_S = 2.0
 """How long the end of a command waits for a terminal that does not read."""
 
-UNKNOWN_HEIGHT = 24
-"""Rows of a terminal that does not say how many it has."""
+UNKNOWN_SIZE = os.terminal_size((80, 24))
+"""Of a terminal that does not say. tqdm shows nothing on one without columns."""
+
+_SHOW_CURSOR: Final = b"\x1b[?25h"
 
 _Work: TypeAlias = tuple[int, bytes] | Callable[[Screen], bool]
 
@@ -37,8 +39,9 @@ class Outlet:
         self.is_live = console.is_live and os.isatty(descriptor)
 
     def __call__(self, data: bytes) -> None:
-        """Show whole lines, soon."""
-        self._console.put(self._descriptor, data)
+        """Show whole lines, soon. On a terminal they are text and colours, nothing else: a worker
+        that hides the cursor may not live to show it again."""
+        self._console.put(self._descriptor, plain(data) if self.is_live else data)
 
     @property
     def is_full(self) -> bool:
@@ -47,6 +50,11 @@ class Outlet:
     def when_room(self, callback: Callable[[], None]) -> None:
         """Call back, in the event loop, once there is room again."""
         self._console.when_room(callback)
+
+    @property
+    def size(self) -> os.terminal_size:
+        """Columns and lines of the terminal."""
+        return self._console.size
 
     def show_rows(self, slot: Slot, rows: list[bytes]) -> None:
         """Replace the unfinished lines of one stream, at the bottom of the terminal."""
@@ -85,6 +93,15 @@ class Console:
         self._work.put(change)
 
     @property
+    def size(self) -> os.terminal_size:
+        """Columns and lines of the terminal."""
+        try:
+            columns, lines = os.get_terminal_size(sys.stderr.fileno())
+        except OSError:
+            return UNKNOWN_SIZE
+        return os.terminal_size((columns or UNKNOWN_SIZE.columns, lines or UNKNOWN_SIZE.lines))
+
+    @property
     def is_full(self) -> bool:
         return self._backlog > BACKLOG_BYTES_MAX
 
@@ -121,15 +138,14 @@ class Console:
             write_all(descriptor, data)
             write_all(error, self._drawn())
             self._written(len(data))
+        if self._begin_line:
+            # Who drew on the terminal may have been killed before it showed the cursor again.
+            write_all(error, _SHOW_CURSOR)
 
     def _drawn(self) -> bytes:
         if not self.is_live:
             return b""
-        try:
-            height = os.get_terminal_size(sys.stderr.fileno()).lines
-        except OSError:
-            height = 0
-        return self._screen.draw(height or UNKNOWN_HEIGHT)
+        return self._screen.draw(self.size.lines)
 
     def _written(self, count: int) -> None:
         with self._lock:

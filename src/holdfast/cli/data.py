@@ -32,12 +32,16 @@ def add_parser(
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for verb, run, text in (("ls", _ls, "list the datasets"), ("show", _show, "show one dataset")):
+    for verb, run, text, words in (
+        ("ls", _ls, "list the datasets", "--json"),
+        ("show", _show, "show one dataset", "train"),
+    ):
         one = verbs.add_parser(
             verb,
             help=text,
             description=text.capitalize() + " of a job.",
             epilog="Exit codes: 0 shown, 1 the master cannot be reached, 2 usage.",
+            examples=(f"holdfast data {verb} {words}",),
             allow_abbrev=False,
         )
         if verb == "show":

@@ -17,8 +17,8 @@ from holdfast.model.errors import UsageError
 COMMAND = "dlrover-run"
 
 _NO_CHECK = (
-    "nodes are not checked before the training; one that fails is replaced, and other nodes "
-    "are kept away from its host"
+    "nodes are not checked before the training. A node that dies is replaced, and others are kept "
+    "away from its host; a slow or half-broken one is neither found nor replaced yet"
 )
 _NOT_BOUND = "workers are not bound to CPUs or memory"
 _NVIDIA = "nvidia.com/gpu"

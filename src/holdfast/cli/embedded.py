@@ -2,7 +2,10 @@
 """A master as a child of `holdfast run`: started again on the same state whenever it dies."""
 
 import asyncio
+import contextlib
+import math
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -18,7 +21,8 @@ from holdfast.cli.console import Console
 from holdfast.model.errors import StateError
 from holdfast.protocol import messages as m
 from holdfast.runtime import lifeline
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Level, Say
+from holdfast.runtime.private import read_private
 from holdfast.runtime.settings import environment
 from holdfast.runtime.signals import end_signals_held
 from holdfast.runtime.token import make_token
@@ -29,12 +33,31 @@ EXIT_JOB_FAILED = 5
 EXIT_BROKE_OFF = 6
 """How it says that it served, and cannot go on: another one can."""
 
+EXIT_STATE_AWAY = 7
+"""How it says that it served until its state went out of reach, which may pass."""
+
+EXIT_STATE_SHUT = 8
+"""How it says that it could not begin for that reason."""
+
 END_FILE = "end.json"
 """In the state directory: how a failed job ended."""
+
+END_BYTES_MAX = 16 << 20
 
 DEATHS_MAX = 10
 DEATHS_WINDOW_S = 60.0
 STOP_S = 30.0
+PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 5.0)
+"""Before each further try with a state that is out of reach; the last again and again."""
+
+SERVED_S = 10.0
+"""A master whose state goes out of reach after this long is the first of a new outage."""
+
+REASON_BYTES_MAX = 4096
+REMIND_S = 300.0
+"""How often the same reason is said while a state is out of reach."""
+
+AWAY = "starting it again until it can use its state: the workers go on meanwhile"
 
 
 def is_end_of_job(code: int) -> bool:
@@ -55,21 +78,29 @@ class EmbeddedMaster:
         make_token(self.token_file)
         self._say = say
         # What masters and the agents they launch print; all of them hold the other ends.
-        self._out = Stream(None, console.out, "")
-        self._err = Stream(None, console.err, "")
+        self._out = Stream(None, console.out, "", is_worker=False)
+        self._err = Stream(None, console.err, "", (-1, True), is_worker=False)
         self._lifeline, self._our_end = os.pipe2(os.O_CLOEXEC)
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_stopping = self._is_closed = False
+        self._is_closed = False
+        self.stopped_by: signal.Signals | None = None
+        self._tries_until = math.inf
+        self._wake = asyncio.Event()
+        # Where a master says why it cannot use its state, as long as it has not served.
+        self._reason = os.memfd_create("holdfast-reason", os.MFD_CLOEXEC)
+        #: When each reason was said last.
+        self._said_at: dict[str, float] = {}
         self._command = [
             *(sys.executable, "-m", "holdfast.cli", "master"),
             *("--listen", self.address, "--state", str(state)),
-            *("--lifeline", str(self._lifeline)),
+            *("--lifeline", str(self._lifeline), "--reason", str(self._reason)),
             *arguments,
         ]
 
     def end(self) -> m.JobEnded:
         """How the job failed, as its last master wrote it down."""
-        return msgspec.json.decode((self._state / END_FILE).read_bytes(), type=m.JobEnded)
+        written = read_private(self._state / END_FILE, END_BYTES_MAX)
+        return msgspec.json.decode(written, type=m.JobEnded)
 
     @property
     def pid(self) -> int:
@@ -81,10 +112,16 @@ class EmbeddedMaster:
 
         The last is the one that ended the job, or stopped it, or could not begin. Also a job that
         is to stop needs a master until then: without one no checkpoint reaches storage.
+
+        Once a master has served, one whose state is out of reach is tried again for as long as it
+        takes: the workers go on meanwhile, or are held by their lease. Once the job is to stop, it
+        is tried for the time that `terminate` leaves.
         """
         loop = asyncio.get_running_loop()
         deaths: deque[float] = deque()
-        while True:
+        code, has_served, tries = EXIT_STATE_SHUT, False, 0
+        while not self._is_closed:
+            began = loop.time()
             with end_signals_held():
                 self._process = subprocess.Popen(
                     self._command,
@@ -92,16 +129,35 @@ class EmbeddedMaster:
                     stdout=self._out.worker_end,
                     stderr=self._err.worker_end,
                     env=environment(),
-                    pass_fds=[self._lifeline],
+                    pass_fds=[self._lifeline, self._reason],
                     # A Ctrl-C is for the launcher, which then ends the job in order.
                     start_new_session=True,
                 )
             leave_alone(self._process.pid)
-            if self._is_stopping:
+            if self.stopped_by is not None:
                 self._process.terminate()
             code = await _ended(self._process)
-            if self._is_closed or (code >= 0 and code != EXIT_BROKE_OFF):
+            reason = os.pread(self._reason, REASON_BYTES_MAX, 0).decode(errors="replace")
+            is_away = code == EXIT_STATE_AWAY or (code == EXIT_STATE_SHUT and has_served)
+            if self._is_closed or (code >= 0 and code != EXIT_BROKE_OFF and not is_away):
+                if code == EXIT_STATE_SHUT:
+                    self._say(reason, Level.ERROR)
                 return code
+            # A signal may have come before it served; who started the job is then there to stop it.
+            has_served = True
+            if not reason or (is_away and loop.time() - began > SERVED_S):
+                tries = 0  # It has served, and not only until its first word for the journal.
+            if is_away:
+                self._tell_why(reason, tries, loop.time())
+                if loop.time() >= self._tries_until:
+                    self._say(
+                        "the job ends without its master: what was only in memory is lost",
+                        Level.WARNING,
+                    )
+                    return code
+                await self._pause(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
+                tries += 1
+                continue
             how = f"by signal {-code}" if code < 0 else "by an error, see above"
             now = loop.time()
             deaths.append(now)
@@ -111,16 +167,37 @@ class EmbeddedMaster:
                 raise StateError(
                     f"the master died {len(deaths)} times within {DEATHS_WINDOW_S:g} s, last {how}"
                 )
-            self._say(f"the master was ended {how}; starting it again")
+            self._say(f"the master was ended {how}; starting it again", Level.WARNING)
+        return code
 
-    def terminate(self) -> None:
+    def _tell_why(self, reason: str, tries: int, now: float) -> None:
+        """Say why the master cannot go on: first, whenever that changes, and now and then."""
+        if tries == 0:
+            self._said_at.clear()
+            self._say(f"the master was ended: {reason}; {AWAY}", Level.WARNING)
+        elif now < self._said_at.get(reason, -math.inf) + REMIND_S:
+            return
+        else:
+            self._say(f"the master still cannot use its state: {reason}", Level.WARNING)
+        self._said_at[reason] = now
+
+    async def _pause(self, seconds: float) -> None:
+        """Or until the job is to stop, or this is closed."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        self._wake.clear()
+
+    def terminate(self, number: signal.Signals, grace_s: float) -> None:
         """Have the master stop the job: it goes on with the next launcher on the same state.
 
-        By SIGTERM, whatever the user sent: a second SIGINT would mean something else.
+        By SIGTERM, whatever the user sent: a second SIGINT would mean something else. A master that
+        is away meanwhile may come back within `grace_s`.
         """
-        if self._is_stopping:
+        if self.stopped_by is not None:
             return
-        self._is_stopping = True
+        self.stopped_by = number
+        self._tries_until = asyncio.get_running_loop().time() + grace_s
+        self._wake.set()
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
@@ -132,6 +209,7 @@ class EmbeddedMaster:
     async def stop(self) -> None:
         """End the master and, through the lifeline, every agent it launched."""
         self._is_closed = True
+        self._wake.set()
         os.close(self._our_end)
         os.close(self._lifeline)
         if self._process is not None:
@@ -140,6 +218,7 @@ class EmbeddedMaster:
             except TimeoutError:
                 self._process.kill()
                 await _ended(self._process)
+        os.close(self._reason)
         self._out.close()
         self._err.close()
         self._port.close()

@@ -52,7 +52,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _add_render(commands: Commands) -> None:
-    parser = _add(commands, "render", "print what a manifest would create; needs no cluster")
+    parser = _add(
+        commands,
+        "render",
+        "print what a manifest would create; needs no cluster",
+        "holdfast k8s render job.yaml",
+    )
     _add_files(parser)
     parser.add_argument(
         "-n", "--namespace", default="", metavar="NAME", help="for jobs that name none"
@@ -66,7 +71,12 @@ def _add_render(commands: Commands) -> None:
 
 
 def _add_submit(commands: Commands) -> None:
-    parser = _add(commands, "submit", "create the jobs and scale plans of manifests")
+    parser = _add(
+        commands,
+        "submit",
+        "create the jobs and scale plans of manifests",
+        "holdfast k8s submit job.yaml --wait",
+    )
     _add_files(parser)
     _add_cluster(parser)
     parser.add_argument(
@@ -80,14 +90,24 @@ def _add_submit(commands: Commands) -> None:
 
 
 def _add_status(commands: Commands) -> None:
-    parser = _add(commands, "status", "show all jobs of a namespace, or one with its nodes")
+    parser = _add(
+        commands,
+        "status",
+        "show all jobs of a namespace, or one with its nodes",
+        "holdfast k8s status bert -n research",
+    )
     parser.add_argument("job", nargs="?", default="", metavar="JOB")
     _add_cluster(parser)
     parser.add_argument("--json", action="store_true", help="print the objects as JSON")
 
 
 def _add_logs(commands: Commands) -> None:
-    parser = _add(commands, "logs", "print what a node of a job, or its master, has printed")
+    parser = _add(
+        commands,
+        "logs",
+        "print what a node of a job, or its master, has printed",
+        "holdfast k8s logs bert --rank 1 --follow",
+    )
     parser.add_argument("job", metavar="JOB")
     _add_cluster(parser)
     parser.add_argument(
@@ -106,7 +126,12 @@ def _add_logs(commands: Commands) -> None:
 
 
 def _add_scale(commands: Commands) -> None:
-    parser = _add(commands, "scale", "change how many nodes a job has")
+    parser = _add(
+        commands,
+        "scale",
+        "change how many nodes a job has",
+        "holdfast k8s scale bert --replicas 6",
+    )
     parser.add_argument("job", metavar="JOB")
     _add_cluster(parser)
     parser.add_argument("--replicas", type=_count, required=True, metavar="N")
@@ -114,7 +139,7 @@ def _add_scale(commands: Commands) -> None:
 
 
 def _add_suspend(commands: Commands, name: str, help: str) -> None:
-    parser = _add(commands, name, help)
+    parser = _add(commands, name, help, f"holdfast k8s {name} bert")
     parser.add_argument("job", metavar="JOB")
     _add_cluster(parser)
     parser.add_argument(
@@ -130,14 +155,21 @@ def _add_suspend(commands: Commands, name: str, help: str) -> None:
 
 
 def _add_delete(commands: Commands) -> None:
-    parser = _add(commands, "delete", "delete jobs and everything that belongs to them")
+    parser = _add(
+        commands,
+        "delete",
+        "delete jobs and everything that belongs to them",
+        "holdfast k8s delete bert",
+    )
     parser.add_argument("jobs", nargs="+", metavar="JOB")
     _add_cluster(parser)
 
 
-def _add(commands: Commands, name: str, help: str) -> argparse.ArgumentParser:
+def _add(commands: Commands, name: str, help: str, example: str) -> argparse.ArgumentParser:
     sentence = f"{help[0].upper()}{help[1:]}."
-    return commands.add_parser(name, help=help, description=sentence, allow_abbrev=False)
+    return commands.add_parser(
+        name, help=help, description=sentence, examples=(example,), allow_abbrev=False
+    )
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:

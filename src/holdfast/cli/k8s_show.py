@@ -18,6 +18,7 @@ from holdfast.runtime.observe import wall_clock
 NODES_SHOWN = 40
 EVENTS_SHOWN = 10
 FILE_WIDTH = 240
+WIDE = 100
 _PHASE_STYLES = {"Running": "bold green", "Succeeded": "bold green", "Failed": "bold red"}
 
 Obj = Mapping[str, Any]
@@ -56,7 +57,8 @@ def print_job(job: Obj, pods: Sequence[Pod], events: Sequence[Obj], *, as_json: 
     console = _console()
     console.print(_summary(job))
     conditions = (job.get("status") or {}).get("conditions") or []
-    for table in (_conditions(conditions), _pods(pods), _events(events)):
+    is_wide = console.width >= WIDE
+    for table in (_conditions(conditions), _pods(pods, is_wide=is_wide), _events(events)):
         if table.row_count:
             console.print()
             console.print(table)
@@ -98,7 +100,7 @@ def _summary(job: Obj) -> Table:
     status, metadata = job.get("status") or {}, job["metadata"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     name = Text(plain(f"{metadata['namespace']}/{metadata['name']}  "), style="bold")
     grid.add_row("job", name + _phase(status))
     if message_of(status):
@@ -113,6 +115,7 @@ def _summary(job: Obj) -> Table:
     return grid
 
 
+_SHORT = frozenset({"rank", "active", "ago", "times", "since", "age", "step"})
 _COUNTS = ("active", "pending", "initial", "succeeded", "failed")
 
 
@@ -125,15 +128,22 @@ def _conditions(conditions: Sequence[Obj]) -> Table:
     return table
 
 
-def _pods(pods: Sequence[Pod]) -> Table:
-    table = _table("role", "rank", "pod", "phase", "relaunches", "host", "message")
+def _pods(pods: Sequence[Pod], *, is_wide: bool) -> Table:
+    """On a narrow terminal what may be long is in one column."""
+    last = ("relaunches", "host", "message") if is_wide else ("about",)
+    table = _table("role", "rank", "pod", "phase", *last)
     ordered = sorted(pods, key=lambda pod: (pod.slot[0], pod.slot[1].zfill(9), pod.metadata.name))
     for pod in ordered[:NODES_SHOWN]:
         phase, reason, message = seen(pod)
         words = f"{phase} ({reason})" if reason else str(phase)
         role, rank = pod.slot
         relaunches = pod.metadata.labels.get(names.RELAUNCHES_LABEL, "")
-        cells = (role, rank, pod.metadata.name, words, relaunches, pod.spec.node_name, message)
+        cells = [role, rank, pod.metadata.name, words]
+        if is_wide:
+            cells += [relaunches, pod.spec.node_name, message]
+        else:
+            again = f"relaunched {relaunches} times" if relaunches not in ("", "0") else ""
+            cells.append(", ".join(filter(None, (pod.spec.node_name, again, message))))
         table.add_row(*(Text(plain(cell)) for cell in cells))
     return table
 
@@ -157,8 +167,8 @@ def _events(events: Sequence[Obj]) -> Table:
 def _table(*headings: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in headings:
-        # What may be long is folded; nothing else is ever cut.
-        table.add_column(heading, no_wrap=heading != "message", overflow="fold")
+        # A long one takes further lines where the terminal is narrow; nothing is ever cut.
+        table.add_column(heading, no_wrap=heading in _SHORT, overflow="fold")
     return table
 
 

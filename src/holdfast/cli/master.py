@@ -4,27 +4,50 @@
 import argparse
 import asyncio
 import math
+import os
 import resource
+import socket
 import sys
 import traceback
 from collections.abc import Collection
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from holdfast.cli.embedded import END_FILE, EXIT_BROKE_OFF, EXIT_JOB_FAILED
-from holdfast.cli.run_options import check_job_name, hang_after_s, parse_address, seconds_or_off
+from holdfast import __version__
+from holdfast.cli.embedded import (
+    END_FILE,
+    EXIT_BROKE_OFF,
+    EXIT_JOB_FAILED,
+    EXIT_STATE_AWAY,
+    EXIT_STATE_SHUT,
+)
+from holdfast.cli.logged import errors_in
+from holdfast.cli.run_flags import variables
+from holdfast.cli.run_options import (
+    DLROVER_LEVEL,
+    check_job_name,
+    dlrover_level,
+    hang_after_s,
+    parse_address,
+    parse_level,
+    seconds_or_off,
+)
+from holdfast.cli.unread import unread_note
 from holdfast.master.process import MasterSettings, Surroundings, run_master
-from holdfast.model.errors import StateError, UsageError
+from holdfast.model.errors import AwayError, StateError, UsageError
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
 from holdfast.platforms.local import LocalPlatform
 from holdfast.ports.platform import Platform
 from holdfast.protocol.messages import JobRules
-from holdfast.runtime.observe import sayer
+from holdfast.runtime.log_file import LogFile
+from holdfast.runtime.observe import Level, sayer
+from holdfast.runtime.private import write_private
 from holdfast.runtime.settings import environment
 
 
@@ -66,6 +89,15 @@ def add_parser(
         help="where /api/v1/job, /metrics and /healthz are served; 'off' for nowhere "
         "(default 127.0.0.1:0)",
     )
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="keep a log in DIR/master.log (default: none)"
+    )
+    parser.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        help="what is said: debug, info, warning or error. Log files always have info; debug lines "
+        "go to the files only (default: HOLDFAST_LOG_LEVEL, DLROVER_LOG_LEVEL, or info)",
+    )
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate (PEM)")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
     parser.add_argument(
@@ -77,6 +109,7 @@ def add_parser(
     _add_patience(parser)
     # For `holdfast run`, which starts its master with these; people have no use for them.
     parser.add_argument("--lifeline", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--reason", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--launch", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rules", help=argparse.SUPPRESS)
     parser.add_argument("--spare-nodes", type=int, default=0, help=argparse.SUPPRESS)
@@ -142,32 +175,54 @@ def _add_patience(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    settings = MasterSettings(
-        job=arguments.job,
-        listen=arguments.listen,
-        state=arguments.state,
-        token_file=arguments.token_file,
-        http="" if arguments.http == "off" else arguments.http,
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-        insecure=arguments.insecure,
-        spec=_spec(arguments),
-    )
+    if arguments.log_dir is None:
+        return _serve(arguments, None)
+    path = arguments.log_dir / "master.log"
+    try:
+        # The master of a launcher is started again under a healthy job: that needs it more than
+        # its log, whatever has become of the folder.
+        log = LogFile(path, late=arguments.lifeline >= 0)
+    except OSError as exc:
+        raise UsageError(f"there is no log file {path}: {exc}") from exc
+    with closing(log):
+        log(f"holdfast {__version__} is process {os.getpid()} on {socket.gethostname()}")
+        with errors_in(log):
+            return _serve(arguments, log)
 
-    say = sayer("master")
 
+def _level(arguments: argparse.Namespace) -> tuple[Level, str]:
+    """What is said, and a note if the environment cannot be understood."""
+    if arguments.log_level is not None:
+        return parse_level(arguments.log_level, "--log-level"), ""
+    env, name = environment(), "HOLDFAST_LOG_LEVEL"
+    if not env.get(name) and (dlrovers := env.get(DLROVER_LEVEL)):
+        return dlrover_level(dlrovers)
+    return parse_level(env.get(name) or "info", name), ""
+
+
+def _serve(arguments: argparse.Namespace, log: LogFile | None) -> int:
+    least, note = _level(arguments)
+    say = sayer("master", least=least, file=log)
+    if note:
+        say(note)
+    if arguments.lifeline < 0:  # A launcher has said it already.
+        for line in unread_note(environment(), variables()):
+            say(line)
+    settings = _settings(arguments)
     serves = False
 
     def announce(address: str) -> None:
         nonlocal serves
         serves = True
+        if arguments.reason >= 0:
+            os.ftruncate(arguments.reason, 0)
         if not arguments.launch and arguments.lifeline < 0:
             print(f"holdfast master listening on {address}", flush=True)
 
     def make_platform(known: Collection[NodeId]) -> Platform:
         command = [sys.executable, "-m", "holdfast.cli", "node", str(arguments.launch)]
         folder = arguments.state / "nodes"
-        return LocalPlatform(command, environment(), folder, lifeline=arguments.lifeline)
+        return LocalPlatform(command, environment(), folder, lifeline=arguments.lifeline, say=say)
 
     _allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -187,25 +242,50 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         try:
             end = runner.run(serving)
+        except AwayError as exc:
+            if arguments.lifeline < 0:
+                raise
+            # Its launcher tries again, and tells the user what is news of this.
+            say(str(exc), Level.DEBUG)
+            os.ftruncate(arguments.reason, 0)
+            os.pwrite(arguments.reason, str(exc).encode(), 0)
+            return EXIT_STATE_AWAY if serves else EXIT_STATE_SHUT
         except StateError as exc:
             if not serves or arguments.lifeline < 0:
                 raise
-            say(str(exc))
+            say(str(exc), Level.ERROR)
             return EXIT_BROKE_OFF
         except Exception:
             if not serves or arguments.lifeline < 0:
                 raise
             # A broken invariant. What is in the journal is right: the launcher starts another.
-            traceback.print_exc()
+            say(traceback.format_exc(), Level.ERROR)
             return EXIT_BROKE_OFF
     assert end is not None
+    if log is not None:
+        # Under a launcher, which tells people how the job failed, this is the only word here.
+        log(f"the job is over: {'it succeeded' if end.ok else end.reason}")
     if end.stopped:
         return 128 + end.stopped
     if end.ok or arguments.lifeline < 0:
         return 0 if end.ok else 1
     # The launcher may have no agent that would tell it the cause.
-    (arguments.state / END_FILE).write_bytes(msgspec.json.encode(end))
+    write_private(arguments.state / END_FILE, msgspec.json.encode(end))
     return EXIT_JOB_FAILED
+
+
+def _settings(arguments: argparse.Namespace) -> MasterSettings:
+    return MasterSettings(
+        job=arguments.job,
+        listen=arguments.listen,
+        state=arguments.state,
+        token_file=arguments.token_file,
+        http="" if arguments.http == "off" else arguments.http,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        insecure=arguments.insecure,
+        spec=_spec(arguments),
+    )
 
 
 def _check(arguments: argparse.Namespace) -> None:

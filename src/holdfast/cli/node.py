@@ -9,10 +9,10 @@ import msgspec
 import uvloop
 
 from holdfast.agent.agent import AgentEnd
-from holdfast.cli.agent_side import run_agent
+from holdfast.cli.agent_side import own_log, run_agent
 from holdfast.cli.console import Console
 from holdfast.cli.run_options import RunOptions
-from holdfast.runtime.observe import sayer
+from holdfast.runtime.observe import Level, Say, sayer
 from holdfast.runtime.settings import node_settings
 from holdfast.runtime.signals import EndSignals
 
@@ -27,17 +27,20 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(argv[0]).parent / f"node-{node.node_id}"
     folder.mkdir(mode=0o700, exist_ok=True)
     console = Console()
-    say = sayer(f"node {node.node_id}", console.err)
+    name = f"node {node.node_id}"
 
-    async def run() -> AgentEnd:
+    async def run(say: Say) -> AgentEnd:
         signals = EndSignals(options.signals_to_handle)
         return await run_agent(
             options, folder, node=node, console=console, say=say, signals=signals
         )
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            end = runner.run(run())
+        with own_log(options, folder, f"node-{node.node_id}.log") as log:
+            say = sayer(name, console.err, least=options.log_level, file=log)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                end = runner.run(run(say))
+                say(f"ends with {end.exit_code}: {end.reason}", Level.DEBUG)
     finally:
         console.close()
     return end.exit_code

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,15 @@ import msgspec
 import uvloop
 
 from holdfast.agent import terminal
-from holdfast.agent.agent import AgentEnd
-from holdfast.cli.agent_side import last_words, make_folder, rules_of, run_agent
+from holdfast.agent.agent import Agent, AgentEnd
+from holdfast.cli.agent_side import (
+    last_words,
+    log_folder,
+    make_folder,
+    own_log,
+    rules_of,
+    run_agent,
+)
 from holdfast.cli.console import Console
 from holdfast.cli.embedded import EXIT_JOB_FAILED, EmbeddedMaster, is_end_of_job
 from holdfast.cli.observer import show_status
@@ -31,7 +39,7 @@ from holdfast.cli.run_options import (
     parse_run,
 )
 from holdfast.model.errors import UsageError
-from holdfast.runtime.observe import Say, sayer
+from holdfast.runtime.observe import Level, Say, sayer
 from holdfast.runtime.settings import environment, node_settings
 from holdfast.runtime.signals import EndSignals, Patience, hold_end_signals
 
@@ -39,10 +47,20 @@ STOP_S_MAX = 24 * 3600.0
 """How long a job that is stopped may bring checkpoints to storage, however slowly."""
 
 
+ALONE_NOTE = (
+    "the worker has this terminal: no status line, no file of its output, and no hang is looked "
+    "for, unless --hang-after says so; --log-dir brings all of it back"
+)
+
 DEBUG_NOTE = (
-    "rank {rank} has this terminal; no hang is looked for meanwhile, unless --hang-after says so; "
-    "ranks that wait for it give up when the time-out of their process group is over "
+    "rank {rank} has this terminal; {hangs}; ranks that wait for it give up when the time-out of "
+    "their process group is over "
     "(torch.distributed.init_process_group(timeout=...))"
+)
+NO_HANGS = "no hang is looked for meanwhile, unless --hang-after says so"
+HANGS_BY_MASTER = (
+    "its master still looks for hangs, and restarts a world that stands at a prompt for long: "
+    "start it with `holdfast master --hang-after off`"
 )
 
 
@@ -84,34 +102,24 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
     check_files(options)
     options = _with_terminal(options)
     console = Console(is_lent=options.terminal_rank is not None)
-    say = sayer("holdfast", console.err)
-    for note in options.notes:
-        say(note)
-    for ignored in options.ignored:
-        say(f"{ignored.option} has no effect: {ignored.reason}")
     hold_end_signals()  # From here on there is something to clean up.
     folder = make_folder()
-    logs, is_stopped = folder / "logs", False
-
-    def stops(number: signal.Signals) -> None:
-        nonlocal is_stopped
-        is_stopped = True
-        say(_how_it_stops(options, number, logs))
-
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            end = runner.run(_run(options, folder, console, say, stops))
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        with own_log(options, folder, _log_name(options)) as log:
+            say = sayer("holdfast", console.err, least=options.log_level, file=log)
+            end = _run_and_tell(options, folder, console, say)
+    except BaseException as exc:
+        # What led to it may be in the logs only: in those of a master or of workers. The log of
+        # this process alone has what is said below.
+        files = [path for path in (folder / "logs").rglob("*") if path.is_file()]
+        has_logs = options.log_dir is None and len(files) > 1
+        if has_logs and not isinstance(exc, UsageError):
+            console.err(f"holdfast: {_where_logs_are(options, folder)}\n".encode())
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
         console.close()
         raise
-    is_kept = end.exit_code != 0 and options.log_dir is None and logs.is_dir()
-    if end.exit_code != 0 and not is_stopped:
-        failed = end.end is not None and not end.end.stopped
-        say(f"{'the job failed' if failed else 'stopped'}: {end.reason}")
-        if is_kept:
-            say(f"the output of every rank is in {logs}")
-    if not is_kept:
+    if end.exit_code == 0 or options.log_dir is not None:
         shutil.rmtree(folder, ignore_errors=True)
     if end.end is not None:
         shows_errors = not options.redirects and options.local_ranks_filter is None
@@ -120,7 +128,49 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
     return end.exit_code
 
 
-def _how_it_stops(options: RunOptions, number: signal.Signals, logs: Path) -> str:
+def _log_name(options: RunOptions) -> str:
+    """What this process is to its job. Nodes may share a folder, and two may be on one host."""
+    if options.local_nodes + options.spare_nodes > 1:
+        return "launcher.log"
+    if options.master is None:
+        return "agent.log"
+    node_id = node_settings().node_id
+    if node_id >= 0:
+        return f"node-{node_id}.log"
+    return f"agent-{socket.gethostname()}-{os.getpid()}.log"
+
+
+def _run_and_tell(options: RunOptions, folder: Path, console: Console, say: Say) -> AgentEnd:
+    """Run the job, and tell in one or two lines what people must know of its begin and end."""
+    for note in options.notes:
+        say(note)
+    for ignored in options.ignored:
+        say(f"{ignored.option} has no effect: {ignored.reason}", Level.WARNING)
+    is_stopped = False
+
+    def stops(number: signal.Signals) -> None:
+        nonlocal is_stopped
+        is_stopped = True
+        say(_how_it_stops(options, number, folder), Level.WARNING)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        end = runner.run(_run(options, folder, console, say, stops))
+    if end.exit_code != 0 and not is_stopped:
+        failed = end.end is not None and not end.end.stopped
+        say(f"{'the job failed' if failed else 'stopped'}: {end.reason}", Level.ERROR)
+        if options.log_dir is None:
+            say(_where_logs_are(options, folder), Level.ERROR)
+    return end
+
+
+def _where_logs_are(options: RunOptions, folder: Path) -> str:
+    if options.terminal_rank is not None and options.nproc == 1:
+        # The only rank has the terminal, and no file.
+        return f"the logs of agent and master are in {folder / 'logs'}"
+    return f"the output of every rank is in {folder / 'logs'}"
+
+
+def _how_it_stops(options: RunOptions, number: signal.Signals, folder: Path) -> str:
     """One line for a stop, when it is asked for: what is in memory goes to storage first."""
     parts = [f"stopped by {number.name}"]
     if number == signal.SIGINT:
@@ -128,7 +178,7 @@ def _how_it_stops(options: RunOptions, number: signal.Signals, logs: Path) -> st
     if options.state_dir is not None:
         parts.append("the same command on the same state directory goes on with the job")
     if options.log_dir is None:
-        parts.append(f"the output of every rank is in {logs}")
+        parts.append(_where_logs_are(options, folder))
     return "; ".join(parts)
 
 
@@ -144,12 +194,11 @@ def _with_terminal(options: RunOptions) -> RunOptions:
         rank = 0 if terminal.is_ours() else None
     if rank is None:
         return options
-    notes = () if options.debug_rank is None else (DEBUG_NOTE.format(rank=rank),)
+    hangs = NO_HANGS if options.master is None else HANGS_BY_MASTER
+    note = ALONE_NOTE if options.debug_rank is None else DEBUG_NOTE.format(rank=rank, hangs=hangs)
     # At a prompt a worker makes no steps, and it waits for a person.
     hang_after = "off" if options.hang_after == "auto" else options.hang_after
-    return replace(
-        options, terminal_rank=rank, hang_after=hang_after, notes=(*options.notes, *notes)
-    )
+    return replace(options, terminal_rank=rank, hang_after=hang_after, notes=(*options.notes, note))
 
 
 async def _run(
@@ -177,6 +226,7 @@ async def _run_alone(
     """One node: the agent lives in this process, the master in a child of it."""
     async with _master(options, folder, [], console, say) as (master, ended):
         own = replace(options, master=master.address, token_file=master.token_file)
+        agents: list[Agent] = []
         agent = asyncio.create_task(
             run_agent(
                 own,
@@ -185,22 +235,41 @@ async def _run_alone(
                 console=console,
                 say=say,
                 signals=signals,
-                stop_job=master.terminate,
+                stop_job=lambda number: master.terminate(number, options.grace_s),
+                started=agents.append,
             )
         )
         await asyncio.wait((agent, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not agent.done() and is_end_of_job(ended.result()):
-            # The master has told the agent that the job ended.
+        if not agent.done() and _will_end(agents[0], ended.result()):
             await asyncio.wait((agent,), timeout=options.grace_s + 10)
         if not agent.done():
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)
-            if ended.result() == EXIT_JOB_FAILED:
-                # It is the job's failure, whatever keeps the agent.
-                end = master.end()
-                return AgentEnd(1, end.reason, end)
-            return AgentEnd(1, "the master could not serve, see above", None)
+            return _end_by(ended.result(), master)
         return await agent
+
+
+def _will_end(agent: Agent, code: int) -> bool:
+    """Whether the agent ends by itself when its master has ended with this code.
+
+    The master, or the signal that stopped both, has told it to. Not so if the job had ended before
+    this command was started: then the agent would wait for a master in vain.
+    """
+    return code > 128 or (agent.has_joined and is_end_of_job(code))
+
+
+def _end_by(code: int, master: EmbeddedMaster) -> AgentEnd:
+    """How the job ended, as the exit code of its master says it."""
+    if code == 0:
+        return AgentEnd(0, "", None)
+    if code == EXIT_JOB_FAILED:
+        end = master.end()
+        return AgentEnd(1, end.reason, end)
+    if not is_end_of_job(code) and (number := master.stopped_by) is not None:
+        return AgentEnd(128 + number, f"it was stopped by {number.name}", None)
+    if is_end_of_job(code):
+        return AgentEnd(code, "the master was told to stop the job", None)
+    return AgentEnd(1, "the master could not serve, see above", None)
 
 
 async def _run_local_nodes(
@@ -232,22 +301,14 @@ async def _run_local_nodes(
         await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             number = stop.result()
-            master.terminate()
+            master.terminate(number, options.grace_s)
             # It ends by itself when its nodes have saved, or get nowhere.
             impatient = asyncio.create_task(hurried.wait())
             both = (ended, impatient)
             await asyncio.wait(both, timeout=STOP_S_MAX, return_when=asyncio.FIRST_COMPLETED)
             impatient.cancel()
             return AgentEnd(128 + number, f"it was stopped by {number.name}", None)
-        code = ended.result()
-        if code == 0:
-            return AgentEnd(0, "", None)
-        if code == EXIT_JOB_FAILED:
-            end = master.end()
-            return AgentEnd(1, end.reason, end)
-        if is_end_of_job(code):
-            return AgentEnd(code, "the master was told to stop the job", None)
-        return AgentEnd(1, "the master could not serve, see above", None)
+        return _end_by(ended.result(), master)
 
 
 @contextlib.asynccontextmanager
@@ -268,7 +329,12 @@ async def _master(
         *("--first-step-within", options.first_step_within),
         *(["--retry-mistakes"] if options.retry_mistakes else []),
     ]
-    master = EmbeddedMaster(["--job", options.job, *patience, *arguments], state, console, say)
+    logging = [
+        *("--log-dir", str(log_folder(options, folder))),
+        *("--log-level", options.log_level.name.lower()),
+    ]
+    arguments = ["--job", options.job, *patience, *logging, *arguments]
+    master = EmbeddedMaster(arguments, state, console, say)
     if launch is not None:
         node = replace(
             options,

@@ -219,7 +219,16 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
         _shared(
             "log-dir",
             "DIR",
-            "directory for the output files of the workers (default: a temporary directory)",
+            "directory for the output of the workers, one file each, and for the logs of agent "
+            "and master (default: a temporary directory)",
+        ),
+        Flag(
+            "log-level",
+            "LEVEL",
+            "what agent and master say: debug, info, warning or error. Log files always have "
+            "info; debug lines go to the files only (default: info)",
+            env="HOLDFAST_LOG_LEVEL",
+            also=("DLROVER_LOG_LEVEL",),
         ),
         _shared(
             "redirects",
@@ -408,9 +417,10 @@ def build_parser(flags: Flags = FLAGS, command: str = "holdfast run") -> Helpful
         "Commands written for torchrun work as they are.",
         epilog="Every option may be written with underscores instead of dashes. Options of "
         "torchrun's are also read from the environment: PET_NNODES for --nnodes and so on; "
-        "a switch is on when its variable is 1. HOLDFAST_MASTER, HOLDFAST_TOKEN_FILE and "
-        "HOLDFAST_TLS_CA stand for --master, --token-file and --tls-ca. The command line wins. "
-        "DLRover's DLROVER_MASTER_ADDR and NODE_RANK come last.",
+        "a switch is on when its variable is 1. HOLDFAST_MASTER, HOLDFAST_TOKEN_FILE, "
+        "HOLDFAST_TLS_CA and HOLDFAST_LOG_LEVEL stand for --master, --token-file, --tls-ca and "
+        "--log-level. The command line wins. DLRover's DLROVER_MASTER_ADDR, NODE_RANK and "
+        "DLROVER_LOG_LEVEL come last.",
         examples=(
             f"{command} train.py --epochs 3",
             f"{command} --nproc-per-node 2 -m package.train --lr 0.1",

@@ -29,6 +29,7 @@ from holdfast.cli.run_flags import (
 )
 from holdfast.cli.unread import unread_note
 from holdfast.model.errors import UsageError
+from holdfast.runtime.observe import Level
 
 
 class Std(enum.IntFlag):
@@ -85,6 +86,7 @@ class RunOptions:
     signals_to_handle: tuple[signal.Signals, ...]
 
     log_dir: Path | None
+    log_level: Level
     redirects: Std | Mapping[int, Std]
     tee: Std | Mapping[int, Std]
     local_ranks_filter: frozenset[int] | None
@@ -193,6 +195,7 @@ def _options(
         spares=not answers.is_on("no-spares"),
         signals_to_handle=_signals(answers.get("signals-to-handle")),
         log_dir=answers.path("log-dir"),
+        log_level=_level(answers.get("log-level"), remarks),
         redirects=_std(answers.get("redirects")),
         tee=_std(answers.get("tee")),
         local_ranks_filter=_ranks(answers.get("local-ranks-filter")),
@@ -347,6 +350,16 @@ def _node_counts(answers: Answers, remarks: _Remarks, *, is_launched: bool) -> _
     return _NodeCounts(least, most, unit, local, spare)
 
 
+def _level(answer: Answer | None, remarks: _Remarks) -> Level:
+    if answer is None:
+        return Level.INFO
+    if answer.source != DLROVER_LEVEL:
+        return parse_level(answer.text, answer.source)
+    level, note = dlrover_level(answer.text)
+    remarks.notes.extend([note] if note else [])
+    return level
+
+
 def _debug_rank(answers: Answers, nproc: int, nodes: _NodeCounts) -> int | None:
     answer = answers.get("debug-rank")
     if answer is None:
@@ -440,6 +453,34 @@ def _grace_s(answers: Answers, environ: Mapping[str, str], remarks: _Remarks) ->
     if shutdown is not None:
         remarks.ignore(shutdown, "--grace says the same and wins")
     return grace.seconds()
+
+
+DLROVER_LEVEL = "DLROVER_LOG_LEVEL"
+
+_PYTHONS_LEVELS = {"NOTSET": 0, "WARN": 30, "FATAL": 50, "CRITICAL": 50}
+
+
+def dlrover_level(text: str) -> tuple[Level, str]:
+    """What DLROVER_LOG_LEVEL means, which goes to Python's logging: its names and numbers.
+
+    And a note, if it means nothing: a cluster sets it for other programs, and no job fails by it.
+    """
+    name = text.strip().upper()
+    if name in Level.__members__:
+        return Level[name], ""
+    number = int(name) if name.isdecimal() else _PYTHONS_LEVELS.get(name)
+    if number is None:
+        return Level.INFO, f"{DLROVER_LEVEL}={text!r} is no level of Python's logging: info it is"
+    return next((level for level in Level if level >= number), Level.ERROR), ""
+
+
+def parse_level(text: str, source: str) -> Level:
+    """What --log-level means; in capitals too."""
+    try:
+        return Level[text.upper()]
+    except KeyError:
+        names = ", ".join(level.name.lower() for level in Level)
+        raise UsageError(f"{source} must be one of {names}, not {text!r}") from None
 
 
 def hang_after_s(text: str, source: str) -> float | None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a job: every agent is told, and the master stays until the last has hung up."""
+"""The end of a job: every agent is told, and the master stays until the last has hung up.
+
+Before an agent hangs up it says that it has saved what it held, or why it may not have.
+"""
 
 import asyncio
 import contextlib
@@ -8,14 +11,15 @@ from collections.abc import Callable
 from holdfast.model.ids import NodeId
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Level, Say
 
 FAREWELL_S = 15.0
 """How long a finished master waits for an agent of which it hears nothing."""
 
 FLUSH_S = 360.0
 """How long it waits for agents that beat, while nothing new reaches storage. Agents give up earlier
-by themselves (END_S in agent/agent.py), so what they hold in memory gets there if it can."""
+by themselves (END_S in agent/agent.py), so what they hold in memory gets there if it can. They
+begin with that when their workers have ended, so the grace of the workers comes first."""
 
 
 class Farewell:
@@ -26,14 +30,48 @@ class Farewell:
         self._say = say
         self._in_job: set[NodeId] = set()
         self._all_gone = asyncio.Event()
+        self._is_cut_short = False
         #: When an agent was heard last, and when one got on with its checkpoints; kept at the end.
         self._heard_at = self._moved_at = 0.0
         self._written: dict[NodeId, int] = {}
+        #: The longest that an agent gives its workers to end, and when the last of it is over.
+        self._grace_s = self._grace_until = 0.0
+        #: What agents said before they hung up: why something may not be saved, or nothing.
+        self._words: dict[NodeId, str] = {}
+        self._doubts: list[str] = []
+        self._is_ending = False
+
+    def gives_grace(self, grace_s: float) -> None:
+        """An agent gives its workers this long to end."""
+        self._grace_s = max(self._grace_s, grace_s)
 
     def joined(self, node_id: NodeId) -> None:
         self._in_job.add(node_id)
+        self._words.pop(node_id, None)
+
+    def parting(self, node_id: NodeId, doubt: str) -> None:
+        """An agent says that it hangs up next."""
+        self._words[node_id] = doubt
+
+    @property
+    def has_heard_any(self) -> bool:
+        """Whether any agent has parted from this master."""
+        return bool(self._words)
+
+    def hung_up(self, node_id: NodeId) -> None:
+        """A link closed. Without a word before it may only have broken, or its agent is dead: it is
+        waited for as any agent of which nothing is heard."""
+        if node_id in self._words:
+            self.left(node_id)
 
     def left(self, node_id: NodeId) -> None:
+        """An agent is gone for good."""
+        if self._is_ending and node_id in self._in_job:
+            doubt = self._words.get(
+                node_id, "an agent went without a word; what it had only in memory may be lost"
+            )
+            if doubt:
+                self._doubts.append(doubt)
         self._in_job.discard(node_id)
         self._moved_at = self._now()
         if not self._in_job:
@@ -51,22 +89,42 @@ class Farewell:
 
     def cut_short(self) -> None:
         """A person has no more patience: wait for no agent."""
+        self._is_cut_short = True
         self._in_job.clear()
         self._all_gone.set()
 
-    async def wait(self) -> None:
-        """Until all hung up: what is in their memory may be on its way to storage."""
+    def begin(self) -> None:
+        """The job is over, and every agent is told so now."""
+        self._is_ending = True
         if self._in_job:
             self._all_gone.clear()
         self._heard_at = self._moved_at = self._now()
+        self._grace_until = self._heard_at + self._grace_s
+
+    def left_s(self) -> float:
+        """How much longer it waits if nothing else is heard; 0 or less: no longer."""
+        moved_at = max(self._moved_at, self._grace_until)
+        return min(self._heard_at + FAREWELL_S, moved_at + FLUSH_S) - self._now()
+
+    async def wait(self) -> str:
+        """Until all hung up: what is in their memory may be on its way to storage.
+
+        Returns why some of it may not be there; empty if all agents parted without a doubt.
+        """
+        self.begin()
         while self._in_job:
-            left_s = min(self._heard_at + FAREWELL_S, self._moved_at + FLUSH_S) - self._now()
+            left_s = self.left_s()
             if left_s <= 0:
                 quiet_s = self._now() - self._heard_at
-                self._say(
-                    f"{len(self._in_job)} agents did not hang up; "
-                    f"the last of them was heard {quiet_s:.0f} s ago"
+                count = len(self._in_job)
+                why = (
+                    f"{count} {'agent' if count == 1 else 'agents'} did not say that all is saved; "
+                    f"the last was heard {quiet_s:.0f} s ago"
                 )
-                return
+                self._say(why, Level.WARNING)
+                return why
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_gone.wait(), left_s)
+        if self._is_cut_short:
+            return "the master was told to end at once"
+        return "; ".join(dict.fromkeys(self._doubts))

@@ -117,12 +117,19 @@ def _of_the_checkpoints(
     for source in _SOURCES:
         restored.add_metric([source], saving.restored.get(source, 0))
     yield restored
-    steps = {
-        "memory": saving.memory_step,
-        "peers": max((one.safe for one in directories), default=-1),
-        "storage": max((one.committed for one in directories), default=-1),
-    }
-    yield _gauges("holdfast_checkpoint_step", "The newest step by tier, or -1.", "tier", steps)
+    safe = max((one.safe for one in directories), default=-1)
+    steps = {"storage": max((one.committed for one in directories), default=-1)}
+    # A restarted master does not know yet that there is none.
+    if saving.memory_step >= 0 or saving.memory_confirmed:
+        steps["memory"] = saving.memory_step
+    if safe >= 0 or all(one.safe_confirmed for one in directories):
+        steps["peers"] = safe
+    yield _gauges(
+        "holdfast_checkpoint_step",
+        "The newest step by tier, or -1; nothing where that is not known.",
+        "tier",
+        steps,
+    )
     ages = {"memory": saving.memory_age_s, "storage": saving.storage_age_s}
     yield _gauges(
         "holdfast_checkpoint_age_seconds",

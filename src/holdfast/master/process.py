@@ -33,7 +33,7 @@ from holdfast.protocol import messages as m
 from holdfast.runtime import lifeline, tls
 from holdfast.runtime.journal import SqliteJournal, read_left
 from holdfast.runtime.loop import Driver, JobClock
-from holdfast.runtime.observe import Say, monotonic_name, wall_clock
+from holdfast.runtime.observe import Level, Say, monotonic_name, wall_clock
 from holdfast.runtime.process_names import wait_for_end
 from holdfast.runtime.signals import Patience, on_end_signals
 from holdfast.runtime.token import make_token
@@ -164,8 +164,14 @@ async def _serve(
             open_things.push_async_callback(http.close)
             http_address = http.address
         await _surround(engine, surroundings, open_things)
-        note = notes.write(settings, server.address, http_address, token_file)
-        open_things.callback(note.unlink, missing_ok=True)
+        try:
+            note = notes.write(settings, server.address, http_address, token_file)
+            open_things.callback(note.unlink, missing_ok=True)
+        except StateError as exc:
+            if line < 0:
+                raise
+            # A launcher's master may be the second one of a healthy job.
+            say(f"{exc}; the job goes on without it", Level.WARNING)
         engine.start(nonce=secrets.token_hex(4))
         neighbours = Neighbours(engine.core.nodes.processes, driver.feed)
         open_things.callback(neighbours.close)
@@ -246,7 +252,9 @@ def build_engine(
         if not fatal.done():
             fatal.set_exception(exc)
 
-    service = Service(job, job_core, now=clock.now, say=say, has_launcher=has_launcher)
+    service = Service(
+        job, job_core, now=clock.now, say=say, failed=failed, has_launcher=has_launcher
+    )
 
     def observe(event: Event, now: float) -> None:
         watch(event)

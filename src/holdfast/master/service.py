@@ -2,7 +2,11 @@
 """The master's links: frames become events, commands become frames."""
 
 import asyncio
+import traceback
+from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -13,7 +17,7 @@ from holdfast.core.job.flow import JobCore
 from holdfast.core.kernel import Command, Event
 from holdfast.master.farewell import Farewell
 from holdfast.master.showing import Showing
-from holdfast.master.stories import describe_progress, fields_of, tell
+from holdfast.master.stories import describe_progress, fields_of, level_of, tell
 from holdfast.model.ids import NodeId
 from holdfast.model.node import Phase
 from holdfast.ports.desk import Desk
@@ -22,7 +26,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
 from holdfast.protocol.data import DataCall, DataMarked
 from holdfast.protocol.services import FROM_WORKERS
-from holdfast.runtime.observe import Say, wall_clock
+from holdfast.runtime.observe import Details, Level, Say, wall_clock
 from holdfast.runtime.transport import Link
 
 NOBODY = NodeId(-1)
@@ -30,6 +34,10 @@ NOBODY = NodeId(-1)
 
 PROGRESS_S = 1.0
 """How often those who follow the job hear how it stands."""
+
+LINGER_S = 5.0
+"""How long a master that found its job ended, and heard its nodes part, waits for those that asked
+the master before it for the end: they look for this one."""
 
 NO_NEWS = frozenset({ev.BeatReceived, ev.KvRequested, ev.DataRequested})
 """What comes in by the thousand: nobody looks for words for it."""
@@ -47,13 +55,14 @@ class Service:
         *,
         now: Callable[[], float],
         say: Say,
+        failed: Callable[[Exception], None],
         wall: Callable[[], float] = wall_clock,
         has_launcher: bool = False,
     ) -> None:
         self._job = job
         self._core = core
         self._now, self._wall = now, wall
-        self._say = say
+        self._say, self._failed = say, failed
         self._has_launcher = has_launcher
         self._platform: Platform | None = None
         self._showing: Showing | None = None
@@ -64,8 +73,16 @@ class Service:
         self._node_of: dict[int, NodeId] = {}
         self._link_of: dict[NodeId, Link] = {}
         self._followers: dict[int, Link] = {}
+        self._followed = asyncio.Event()
+        #: When this master started, and whether the job had ended before that.
+        self._started_at = -1.0
+        self._had_ended = False
         #: By link: the key of an agent whose admission is on its way to the disk.
         self._attaching: dict[int, str] = {}
+        #: How many such links each of these keys has.
+        self._coming: Counter[str] = Counter()
+        #: By link: the key of the agent that was admitted on it.
+        self._key_of: dict[int, str] = {}
         self._errands: set[asyncio.Task[None]] = set()
         self.finished: asyncio.Future[m.JobEnded] = asyncio.get_running_loop().create_future()
         self._farewell = Farewell(now, say)
@@ -139,7 +156,10 @@ class Service:
         elif isinstance(body, m.Dropped):
             self._feed(ev.RequestDropped(body.session, body.seq))
         elif isinstance(body, m.Attach):
+            self._came(link.number)
             self._attaching[link.number] = body.agent_key
+            self._coming[body.agent_key] += 1
+            self._farewell.gives_grace(body.grace_s)
             self._feed(ev.AttachRequested(link.number, frame.call, body))
         elif isinstance(body, m.Observe):
             self._observe(link, frame.call, body)
@@ -163,6 +183,9 @@ class Service:
         node_id = self._node_of.get(link.number)
         if node_id is None:
             _refuse_unattached(link, frame)
+        elif isinstance(frame.body, m.Parting):
+            self._farewell.parting(node_id, frame.body.doubt)
+            self._follow(cmd.Reply(link.number, frame.call, _DONE))
         elif (event := _told_by_agent(node_id, link.number, frame)) is not None:
             self._feed(event)
         else:
@@ -173,17 +196,22 @@ class Service:
         self._links.pop(link.number, None)
         self._followers.pop(link.number, None)
         node_id = self._node_of.pop(link.number, None)
+        agent_key = self._key_of.pop(link.number, "")
         if node_id is not None and self._link_of.get(node_id) is link:
             del self._link_of[node_id]
             if self._is_finishing:
-                self._farewell.left(node_id)
+                self._farewell.hung_up(node_id)
             elif self._platform is not None:
                 self._platform.look_again()
-            self._feed(ev.NodeAbsent(node_id))
+            # The core has heard it on another link already, if that admission is on its way to the
+            # disk: it would take the end of this link for that of the newer one.
+            if agent_key not in self._coming:
+                self._feed(ev.NodeAbsent(node_id))
 
     def _observe(self, link: Link, call: int, body: m.Observe) -> None:
         if body.follow:
             self._followers[link.number] = link
+            self._followed.set()
             if self._progress_timer is None:
                 self._tell_progress_again()
         link.send(m.Observed(msgspec.json.encode(self.view())), call)
@@ -215,18 +243,24 @@ class Service:
                 self._farewell.left(event.node_id)
             case ev.NodeSeen():
                 self._seen(event)
+            case ev.MasterStarted():
+                self._started_at = now
+            case ev.JobFinished():
+                self._had_ended = now == self._started_at
         # After the end every node leaves: that is no news.
         is_over = self._is_finishing and isinstance(event, ev.NodeAbsent | ev.NodeLost)
         text = "" if is_over else tell(event)
         if not text:
+            self._say(Details(event), Level.DEBUG)
             return
         # The launcher, on the same terminal, says itself how its job ended.
         is_said = self._has_launcher and isinstance(event, ev.JobFinished) and not event.ok
         if not is_said:
-            self._say(text)
+            self._say(text, level_of(event))
         if self._showing is not None:
             self._showing.happened(event, text)
-        story = m.Story(now, type(event).__name__, text, fields_of(event))
+        fields = fields_of(event, self._core.progress.incident_of)
+        story = m.Story(now, type(event).__name__, text, fields)
         for link in self._followers.values():
             link.send(story)
 
@@ -250,7 +284,7 @@ class Service:
                     link.send(command.body, position=self._position())
             case cmd.Reply():
                 if isinstance(command.body, m.Refused):
-                    self._attaching.pop(command.link, None)
+                    self._came(command.link)
                 link = self._links.get(command.link)
                 if link is not None:
                     link.answer(command.body, command.call, self._position())
@@ -262,13 +296,21 @@ class Service:
                     self._node_of.pop(link.number, None)
                     link.close()
             case cmd.LaunchNode() if self._platform is not None:
-                self._run(self._platform.launch(command.order))
+                self._run(self._platform.launch(command.order), is_command=True)
             case cmd.RemoveNode() if self._platform is not None:
-                self._run(self._platform.remove(command.node_id))
+                self._run(self._platform.remove(command.node_id), is_command=True)
             case cmd.AnswerPlan() if self._showing is not None:
                 self._showing.settled(command.plan_id, ok=command.ok, text=command.text)
             case cmd.FinishJob():
-                self._run(self._finish(command.end))
+                self._run(self._finish(command.end), is_command=True)
+
+    def _came(self, link: int) -> str:
+        """The admission on this link is decided; returns the key of its agent, if there was one."""
+        agent_key = self._attaching.pop(link, "")
+        self._coming[agent_key] -= 1
+        if self._coming[agent_key] <= 0:
+            del self._coming[agent_key]
+        return agent_key
 
     def _bind(self, command: cmd.Bind) -> None:
         older = self._link_of.pop(command.node_id, None)
@@ -276,29 +318,48 @@ class Service:
             self._node_of.pop(older.number, None)
             older.close()
         link = self._links.get(command.link)
-        agent_key = self._attaching.pop(command.link, "")
+        agent_key = self._came(command.link)
         if link is None:
             # It hung up while its admission was on its way to the disk. If it is back on another
             # link already, that admission follows this one.
-            if agent_key not in self._attaching.values():
+            if agent_key not in self._coming:
                 self._feed(ev.NodeAbsent(command.node_id))
             return
         self._link_of[command.node_id] = link
         self._node_of[link.number] = command.node_id
+        self._key_of[link.number] = agent_key
 
-    def _run(self, errand: Coroutine[None, None, None]) -> None:
+    def _run(self, errand: Coroutine[None, None, None], *, is_command: bool = False) -> None:
         task = asyncio.get_running_loop().create_task(errand)
         self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+        task.add_done_callback(partial(self._errand_ended, is_command=is_command))
+
+    def _errand_ended(self, task: "asyncio.Task[None]", *, is_command: bool) -> None:
+        self._errands.discard(task)
+        if task.cancelled() or not isinstance(exc := task.exception(), Exception):
+            return
+        if is_command:
+            # The core counts on it: the next master finds it undone in the journal.
+            self._failed(exc)
+        else:
+            self._say("".join(traceback.format_exception(exc)), Level.ERROR)
 
     async def _finish(self, end: m.JobEnded) -> None:
         """Tell every agent, also those that come back only now, and wait until all hung up."""
         self._is_finishing = True
         for link in list(self._link_of.values()):
             link.send(end, position=self._position())
-        await self._farewell.wait()
+        doubt = await self._farewell.wait()
+        if self._had_ended and self._farewell.has_heard_any:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._followed.wait(), LINGER_S)
         if self._showing is not None:
             self._showing.show()
+        # Only who has heard this knows that the job is over, and not just its master.
+        word = m.Story(self._now(), m.LAST_WORD, doubt, {})
+        for link in list(self._followers.values()):
+            link.send(word)
+            link.close()
         if not self.finished.done():
             self.finished.set_result(end)
 

@@ -2,11 +2,37 @@
 """Each fact as one sentence for people. Facts that are nobody's news have none."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.core.job import events as ev
 from holdfast.core.kernel import Event
 from holdfast.model.checkpoint import NONE
+from holdfast.runtime.observe import Level
+
+_WARNINGS = (
+    ev.NodeAbsent,
+    ev.NodeLost,
+    ev.NobodyHeard,
+    ev.RankGivenUp,
+    ev.WorldBroken,
+    ev.FirstStepLate,
+    ev.AttemptFailed,
+    ev.CopyFailed,
+    ev.SavesFailed,
+    ev.PieceSetAside,
+)
+
+
+def level_of(event: Event) -> Level:
+    """How much it matters to people."""
+    match event:
+        case ev.JobFinished(ok=False, stopped=0):
+            return Level.ERROR
+        case ev.PlanSettled(ok=False):
+            return Level.WARNING
+        case ev.DatasetRestored() if event.problem:
+            return Level.WARNING
+    return Level.WARNING if isinstance(event, _WARNINGS) else Level.INFO
 
 
 def tell(event: Event) -> str:
@@ -153,8 +179,22 @@ _FIELDS = {
 }
 
 
-def fields_of(event: Event) -> dict[str, str | int | float]:
-    """What an event is about, for programs: the node, the round, the incident, the step."""
+class IncidentOf(Protocol):
+    """The number of the incident that ended a round, or that its late first step is; 0 if none."""
+
+    def __call__(self, round: int, *, late: bool = False) -> int: ...
+
+
+def _no_incident(round: int, *, late: bool = False) -> int:
+    return 0
+
+
+def fields_of(event: Event, incident_of: IncidentOf = _no_incident) -> dict[str, str | int | float]:
+    """What an event is about, for programs: the node, the round, the incident, the step.
+
+    `incident_of` is asked because what opens an incident, and the round that follows, are told
+    before anybody knows how it closes.
+    """
     about: dict[str, str | int | float] = {
         name: value
         for attribute, name in _FIELDS.items()
@@ -166,7 +206,24 @@ def fields_of(event: Event) -> dict[str, str | int | float]:
         about |= {"round": world.round, "generation": world.generation}
     if (version := getattr(event, "version", None)) is not None:
         about["step"] = version.step
+    number = incident_of(event.round, late=True) if isinstance(event, ev.FirstStepLate) else 0
+    if not number and (ended := _ended_round(event)):
+        number = incident_of(ended)
+    if number:
+        about["incident"] = number
     return about
+
+
+def _ended_round(event: Event) -> int:
+    """The round with whose end this has to do; 0 if with none."""
+    match event:
+        case ev.WorldBroken():
+            return event.round
+        case ev.WorldFormed():
+            return event.world.round - 1
+        case ev.WorldStarted() | ev.FirstStepLate() | ev.RestoreAgreed():
+            return event.round - 1
+    return 0
 
 
 def describe_progress(view: Mapping[str, Any]) -> str:
@@ -220,7 +277,9 @@ def _left(view: Mapping[str, Any]) -> str:
 
 
 def _recovery(incident: Mapping[str, Any], world: Mapping[str, Any]) -> str:
-    """What the job is at while it does not train."""
+    """What the job is at while it does not train, for all that is known."""
+    if incident["late"]:
+        return f"no step reported for {_short(incident['open_s'])}; the workers are left alone"
     text = f"recovering for {_short(incident['open_s'])} ({incident['part'] or incident['stage']})"
     if "starts_in_s" in world:
         text += f", the next round starts in {world['starts_in_s']:.0f} s"

@@ -104,7 +104,8 @@ class CheckpointsView(Struct, frozen=True):
     safe: int = -1
     """The newest step that every node has copied to others."""
     safe_confirmed: bool = True
-    """False: that was before an incident, and the nodes have not said yet what is left of it."""
+    """False: that was before an incident, and the nodes have not said yet what is left of it; with
+    -1: the master was restarted, and it has not heard of a copy since."""
     writing: int = -1
     """The newest step that is on its way to storage."""
     reason: str = ""
@@ -124,7 +125,8 @@ class SavingView(Struct, frozen=True):
     """The newest step that every node of the world has in memory."""
     memory_age_s: float = -1.0
     memory_confirmed: bool = True
-    """False: as before an incident; not every node of the world has said since what it has."""
+    """False: as before an incident or, with -1, not known; not every node of the world has said
+    since, or since the master began, what it has."""
     written_bytes: int = 0
     """Brought to storage, with what was not committed in the end."""
     written_s: float = 0.0

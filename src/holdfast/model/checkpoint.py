@@ -126,8 +126,26 @@ class Series(Struct, frozen=True, array_like=True):
         """What the checkpoint of a step is called."""
         return filled(self.pattern, step=step)
 
+    def step_of(self, name: str) -> int | None:
+        """The step of the checkpoint that is called so; None if none is ever called so.
+
+        0 for the one name that a pattern without a step gives.
+        """
+        blank = next((one for one in _BLANK.finditer(self.pattern) if one[0] != "{name}"), None)
+        if blank is None:
+            return 0 if name == self.name(0) else None
+        head = filled(self.pattern[: blank.start()], step=0)
+        digits = _DIGITS.match(name, len(head))
+        found = "" if digits is None else digits[0]
+        # The longest first; shorter ones are for patterns that go on with digits.
+        for end in range(len(found), 0, -1):
+            if self.name(int(found[:end])) == name:
+                return int(found[:end])
+        return None
+
 
 _BLANK = re.compile(r"\{name\}|\{step(?::(?:0(\d{1,2}))?d?)?\}")
+_DIGITS = re.compile(r"[0-9]+")
 
 
 def filled(text: str, *, step: int, name: str = "") -> str:

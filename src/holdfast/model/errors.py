@@ -11,7 +11,8 @@ HoldfastError
 ├── TimedOutError      the awaited thing did not happen in time
 └── StateError         the state on disk cannot be used: stop before anything is lost
     ├── InUseError     another master has it
-    └── DiskFullError  nothing was written: try again when there is room
+    └── AwayError      it is in order, for all we know, but out of reach: it may come back
+        └── DiskFullError  nothing was written: try again when there is room
 """
 
 
@@ -61,6 +62,10 @@ class InUseError(StateError):
         """Whether its launcher is gone: it is about to end by itself."""
 
 
-class DiskFullError(StateError):
+class AwayError(StateError):
+    """The file system refuses: no locks, EIO, no access, a stale mount. That may pass."""
+
+
+class DiskFullError(AwayError):
     """There is no room left for the journal. What was to be written is not, and nothing else is
     changed: the same may be tried again."""

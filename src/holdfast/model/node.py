@@ -80,6 +80,9 @@ _MISTAKES = frozenset(
 WRONG_ARGUMENT = "ArgumentError"
 """How the message of a program begins whose own command line argparse refused."""
 
+NEEDS_TERMINAL = "NeedsTerminal"
+"""How the message of a program begins that wanted to ask a person: a debugger, `input()`."""
+
 
 def classify_exit(
     code: int | None, signal: int | None, *, oom: bool = False, said: str = ""
@@ -105,5 +108,14 @@ def classify_exit(
 def is_mistake(message: str) -> bool:
     """Whether a program that says this would say the same again: a typo, a module that is not
     there, a wrong flag. Never a time-out, a refused connection or a missing file: those pass."""
-    kind = message.removeprefix(FAILED_WITH).partition(":")[0]
+    kind = _kind_of(message)
     return kind in _MISTAKES or kind == WRONG_ARGUMENT
+
+
+def asks_person(message: str) -> bool:
+    """Whether a program says this that has no terminal to ask on: it would ask again."""
+    return _kind_of(message) == NEEDS_TERMINAL
+
+
+def _kind_of(message: str) -> str:
+    return message.removeprefix(FAILED_WITH).partition(":")[0]

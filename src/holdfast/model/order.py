@@ -67,3 +67,5 @@ class Plan:
     """True: every node goes, and the job waits; False: it goes on where it was."""
     limits: Limits | None = None
     """What all nodes of the job together may ask for from now on; None leaves it as it is."""
+    others: tuple["Plan", ...] = ()
+    """Parts for other roles: all of it is done, or nothing. There is one answer, to this plan."""

@@ -142,6 +142,8 @@ class Attach(Message, frozen=True):
     """The key under which this process was given up: the workers of that time have ended."""
     log_dir: str = ""
     """The folder on its host with the output of its workers and its own log."""
+    grace_s: float = 0.0
+    """How long its workers may take to end; 0: an older agent, which does not say it."""
 
 
 class Attached(Message, frozen=True):
@@ -226,6 +228,13 @@ class Leave(Message, frozen=True):
     """The agent goes away on purpose and will not come back under this key."""
 
     reason: str
+
+
+class Parting(Message, frozen=True):
+    """The agent brought to storage what it held, if it could, and hangs up next."""
+
+    doubt: str = ""
+    """Why some of it may not be there; empty if the agent knows of nothing."""
 
 
 class Beat(Message, frozen=True):
@@ -429,6 +438,11 @@ class Story(Message, frozen=True):
     fields: dict[str, str | int | float]
 
 
+LAST_WORD = "LastWord"
+"""The kind of the story that a master tells when every node has hung up, right before it ends. Its
+text is empty, or why not all of them may have saved."""
+
+
 class StopJob(Message, frozen=True):
     """Ask the master to end the job."""
 
@@ -466,6 +480,7 @@ Call = (
     | Beat
     | Observe
     | StopJob
+    | Parting
 )
 Answer = (
     Done

@@ -73,6 +73,7 @@ METHODS: dict[type[m.Message], Method] = {
         Method(d.DataMarked, m.Done, mutates=False),
         Method(m.Observe, m.Observed, mutates=False),
         Method(m.StopJob, m.Done, mutates=False),
+        Method(m.Parting, m.Done, mutates=False),
     )
 }
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from holdfast.model.errors import DiskFullError, InUseError, StateError
+from holdfast.model.errors import AwayError, DiskFullError, InUseError, StateError
 from holdfast.ports.journal import Entry
-from holdfast.runtime.private import require_own
+from holdfast.runtime.private import open_private, require_own, require_own_folder
 from holdfast.runtime.process_names import parent_of
 
 FORMAT = 1
@@ -41,16 +41,29 @@ _Row = tuple[int, float, float, bytes, int]
 _COUNT = "SELECT count(*), coalesce(sum(length(payload)), 0) FROM entries WHERE seq > ?"
 _SELECT = "SELECT seq, at_s, wall_s, payload, crc FROM entries ORDER BY seq"
 
-_READ_BACK = ("lock", "journal.db", "journal.db-wal", "token", "end.json", "nodes")
+#: The last two are not ours: SQLite makes them in other modes than WAL, and believes them in all.
+_DATABASE = ("journal.db", "journal.db-wal", "journal.db-journal", "journal.db-shm")
+_READ_BACK = ("lock", *_DATABASE, "token", "end.json", "nodes")
 """What a master finds in its state directory and believes: no other user may have put it there."""
 _WAY_OUT = "restore the folder from a copy, or start the job anew in an empty state directory"
 _NO_ACCESS = "this user may not write there; change its owner or choose another state directory"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSALS = (
+    *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY),
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM),
+)
+_NO_LOCKS = (
+    "its file system has no locks, without which two masters could not be told from one; mount it "
+    "with locks, or choose a state directory on another one"
+)
 _REASONS = {
     errno.ENOENT: "a folder above it does not exist; create that first",
     errno.ENOTDIR: "it is not a folder; choose another state directory",
     errno.EACCES: _NO_ACCESS,
     errno.EPERM: _NO_ACCESS,
+    errno.ENOLCK: _NO_LOCKS,
+    errno.ENOSYS: _NO_LOCKS,
+    errno.EOPNOTSUPP: _NO_LOCKS,
     errno.EROFS: "its file system is read-only; remount it or choose another state directory",
 }
 
@@ -173,9 +186,9 @@ def read_left(directory: Path) -> tuple[str, list[Entry]]:
     with tempfile.TemporaryDirectory(prefix="holdfast-journal-") as folder:
         copy = Path(folder) / path.name
         with _clear_errors(path):
-            shutil.copyfile(path, copy)
+            _copy(path, copy)
             with suppress(FileNotFoundError):  # It is there after a kill, with the last entries.
-                shutil.copyfile(f"{path}-wal", f"{copy}-wal")
+                _copy(Path(f"{path}-wal"), Path(f"{copy}-wal"))
             with closing(sqlite3.connect(copy)) as db:
                 job = _meta(db).get("job", "")
         journal = SqliteJournal.open(Path(folder), job=job)
@@ -183,6 +196,11 @@ def read_left(directory: Path) -> tuple[str, list[Entry]]:
             return job, journal.load()
         finally:
             journal.close()
+
+
+def _copy(path: Path, copy: Path) -> None:
+    with open_private(path) as source, copy.open("wb") as target:
+        shutil.copyfileobj(source, target)
 
 
 class MemoryJournal:
@@ -245,6 +263,7 @@ def _make_directory(directory: Path) -> None:
     except FileExistsError:
         for name in _READ_BACK:
             require_own(directory / name)
+        require_own_folder(directory)
         return
     # The files in it are synced by SQLite; its own name is in the folder above.
     parent = os.open(directory.parent, os.O_RDONLY)
@@ -359,12 +378,18 @@ def _clear_errors(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         if _is_for_want_of_room(path, error):
             raise DiskFullError(_disk_full(path)) from error
-        raise StateError(_sqlite_sentence(path, error)) from error
+        kind = AwayError if _may_pass(error) else StateError
+        raise kind(_sqlite_sentence(path, error)) from error
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFullError(_disk_full(path)) from error
         reason = _REASONS.get(error.errno or 0, f"{error.strerror}; choose another state directory")
-        raise StateError(f"{path} cannot be used: {reason}") from error
+        raise AwayError(f"{path} cannot be used: {reason}") from error
+
+
+def _may_pass(error: sqlite3.Error) -> bool:
+    """Whether the file system said so, and nothing speaks against the file itself."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _REFUSALS
 
 
 def _sqlite_sentence(path: Path, error: sqlite3.Error) -> str:
@@ -379,8 +404,9 @@ def _sqlite_sentence(path: Path, error: sqlite3.Error) -> str:
 
 def _is_for_want_of_room(path: Path, error: sqlite3.Error) -> bool:
     code = getattr(error, "sqlite_errorcode", 0)
-    if code == sqlite3.SQLITE_IOERR_WRITE:
-        # SQLite knows a full disk by ENOSPC only; what a used up quota says, it does not tell.
+    if code in (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC):
+        # SQLite knows a full disk by ENOSPC of a write only. A used up quota it does not tell, nor
+        # what servers say late, when they are asked to sync. The next try writes all pages again.
         return _has_no_room(path.parent)
     return bool(code & 0xFF == sqlite3.SQLITE_FULL)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from holdfast.core.kernel import Command, Core, Event, Outcome, Record, Tick
 from holdfast.model.errors import DiskFullError, StateError
 from holdfast.ports.journal import Entry, Journal
+from holdfast.runtime.observe import Level, Say
 
 FULL_PAUSE_S, FULL_PAUSE_S_MAX = 0.1, 5.0
 """Between two tries to write to a full disk: the first pause, and the longest."""
@@ -79,7 +80,7 @@ class Driver:
         execute: Callable[[Command], None],
         observe: Callable[[Event, float], None],
         failed: Callable[[Exception], None],
-        say: Callable[[str], None] = lambda text: None,
+        say: Say,
     ) -> None:
         self._core = core
         self._journal = journal
@@ -210,7 +211,8 @@ class Driver:
                 if pause_s == FULL_PAUSE_S:
                     self._say(
                         f"{exc}: until then the master decides nothing, and tries again by itself; "
-                        "the training goes on for as long as its lease"
+                        "the training goes on for as long as its lease",
+                        Level.WARNING,
                     )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, FULL_PAUSE_S_MAX)

@@ -7,13 +7,15 @@ back is therefore ours, by its owner, and a plain file, not a link to one.
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
-from holdfast.model.errors import StateError
+from holdfast.model.errors import AwayError, StateError
 from holdfast.runtime.settings import runtime_root
 
 _READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -53,14 +55,22 @@ def write_private(path: Path, content: bytes) -> None:
         raise
 
 
-def read_private(path: Path, size_max: int) -> bytes:
-    """A small file of ours; StateError if it is another user's, a link, or too large to be ours."""
+def open_private(path: Path) -> BinaryIO:
+    """A file of ours, to be read; StateError if it is another user's, a link, or no plain file."""
     if path.is_symlink():
         raise StateError(f"{path} is a link, and what it leads to is not read")
-    with os.fdopen(os.open(path, _READING), "rb") as file:
+    with contextlib.ExitStack() as undo:
+        file = undo.enter_context(os.fdopen(os.open(path, _READING), "rb"))
         found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        if not (stat.S_ISREG(found.st_mode) and _is_ours(found, path.parent)):
             raise StateError(f"{path} is not a file of this user: somebody else put it there")
+        undo.pop_all()
+        return file
+
+
+def read_private(path: Path, size_max: int) -> bytes:
+    """All of a small file of ours; StateError if it is none, or too large to be ours."""
+    with open_private(path) as file:
         content = file.read(size_max + 1)
     if len(content) > size_max:
         raise StateError(f"{path} has more than {size_max} bytes, so it is none of ours")
@@ -68,7 +78,8 @@ def read_private(path: Path, size_max: int) -> bytes:
 
 
 def require_own(path: Path) -> None:
-    """StateError if there is something at `path` that another user, or none of us, has put there.
+    """StateError if there is something at `path` that another user, or none of us, has put there;
+    AwayError if that cannot be told now.
 
     For folders that a user names: they may be on a server that knows this user by another number,
     or lie in a container that begins as root.
@@ -79,7 +90,7 @@ def require_own(path: Path) -> None:
         return
     if stat.S_ISLNK(found.st_mode):
         raise StateError(f"{path} is a link, and what it leads to is not used")
-    if found.st_uid in (os.getuid(), 0) or found.st_uid == _own_number(path.parent):
+    if _is_ours(found, path.parent):
         return
     raise StateError(
         f"{path} belongs to another user (number {found.st_uid}): if it is yours, change its owner "
@@ -87,10 +98,34 @@ def require_own(path: Path) -> None:
     )
 
 
+def require_own_folder(directory: Path) -> None:
+    """StateError if another user made a folder that everybody may write to.
+
+    Its maker, and whoever else comes, could put other files in the place of ours at any time. A
+    folder of a group is used, and so is one like /tmp, where only the owner of a file removes it.
+    """
+    found = directory.stat()
+    is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    if is_open and not _is_ours(found, directory):
+        raise StateError(
+            f"{directory} belongs to another user (number {found.st_uid}), and everybody may write "
+            "to it: choose another directory, or make one of your own in it and use that"
+        )
+
+
+def _is_ours(found: os.stat_result, directory: Path) -> bool:
+    return found.st_uid in (os.getuid(), 0) or found.st_uid == _own_number(directory)
+
+
 def _own_number(directory: Path) -> int:
     """The owner that our files get there: a server may have its own idea of who we are."""
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
             return os.fstat(probe.fileno()).st_uid
-    except OSError:
-        return os.getuid()
+    except OSError as exc:
+        if exc.errno in (errno.EACCES, errno.EPERM):
+            return os.getuid()
+        raise AwayError(
+            f"whose files are in {directory} cannot be told, as none can be made there "
+            f"({exc.strerror}): check its disk"
+        ) from exc

@@ -1,24 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's token: a random secret in a private file, never on a command line, never sent."""
 
+import errno
 import os
 import secrets
 import stat
 from pathlib import Path
 
-from holdfast.model.errors import UsageError
+from holdfast.model.errors import AwayError, UsageError
+from holdfast.runtime.private import require_own
 
 TOKEN_BYTES = 32
 
+_MISTAKES = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS}
+)
+"""What a path that a user has named can be wrong by; the rest its file system says."""
+
 
 def make_token(path: Path) -> bytes:
-    """The token in `path`; a new one, readable only by this user, if the file is missing."""
+    """The token in `path`; a new one, readable only by this user, if the file is missing.
+
+    StateError if another user has made the file: what guards this user's job would be known to
+    them. (Those who only use a job may be given its token by its owner.) AwayError if the file
+    system has it out of reach.
+    """
+    try:
+        return _made_or_read(path)
+    except OSError as exc:
+        raise _problem(exc, f"cannot write the token file {path}: {exc.strerror}") from exc
+
+
+def _made_or_read(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
+        require_own(path.resolve())  # A Secret in a container is a link to where it really is.
         return read_token(path)
-    except OSError as exc:
-        raise UsageError(f"cannot write the token file {path}: {exc.strerror}") from exc
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(secrets.token_hex(TOKEN_BYTES) + "\n")
         file.flush()
@@ -27,7 +45,8 @@ def make_token(path: Path) -> bytes:
 
 
 def read_token(path: Path) -> bytes:
-    """The token in an existing file; UsageError says in one sentence what is wrong with it."""
+    """The token in an existing file; UsageError says in one sentence what is wrong with it, and
+    AwayError that its file system is in trouble."""
     try:
         mode = path.stat().st_mode
         token = path.read_text(encoding="ascii").strip().encode()
@@ -36,8 +55,10 @@ def read_token(path: Path) -> bytes:
         is_mounted = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except FileNotFoundError:
         raise UsageError(f"the token file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as exc:
+    except UnicodeDecodeError as exc:
         raise UsageError(f"the token file {path} cannot be read: {exc}") from exc
+    except OSError as exc:
+        raise _problem(exc, f"the token file {path} cannot be read: {exc}") from exc
     forbidden = stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH
     if stat.S_IMODE(mode) & forbidden and not is_mounted:
         raise UsageError(
@@ -47,3 +68,7 @@ def read_token(path: Path) -> bytes:
     if len(token) < 16:
         raise UsageError(f"the token in {path} is shorter than 16 characters")
     return token
+
+
+def _problem(error: OSError, text: str) -> UsageError | AwayError:
+    return UsageError(text) if error.errno in _MISTAKES else AwayError(text)

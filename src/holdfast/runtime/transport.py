@@ -30,6 +30,9 @@ UNSENT_BYTES_HIGH = 64 * 1024 * 1024
 UNSENT_BYTES_MAX = 512 * 1024 * 1024
 """Whoever asked for more than this at once is cut off: it must not eat our memory."""
 
+WRITE_BYTES_MAX = 4 * 1024 * 1024
+"""Larger data go to the connection in pieces."""
+
 UNREAD_S = 10.0
 """A peer to which we owe that much and that takes nothing for this long is cut off."""
 
@@ -65,6 +68,9 @@ class Link(asyncio.Protocol):
         *,
         strangers: Strangers | None = None,
         same_user_only: bool = False,
+        unsent_bytes_high: int = UNSENT_BYTES_HIGH,
+        unsent_bytes_max: int = UNSENT_BYTES_MAX,
+        unread_s: float = UNREAD_S,
     ) -> None:
         """A server's end has `strangers`, which it leaves once the peer has proved the token."""
         Link._next_number += 1
@@ -75,6 +81,9 @@ class Link(asyncio.Protocol):
         self._strangers = strangers
         self._is_server = strangers is not None
         self._same_user_only = same_user_only
+        self._unsent_bytes_high = min(unsent_bytes_high, unsent_bytes_max)
+        self._unsent_bytes_max = unsent_bytes_max
+        self._unread_s = unread_s
         self._nonce = os.urandom(codec.NONCE_BYTES)
         self._peer_nonce = b""
         self._reader = FrameReader(codec.HANDSHAKE_BYTES_MAX)
@@ -84,6 +93,8 @@ class Link(asyncio.Protocol):
         #: Frames of this turn of the loop: they leave as one write at its end.
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
+        #: All that `_flush` has handed to the connection.
+        self._written_bytes = 0
         #: Set while the peer takes less than we send.
         self._patience: asyncio.TimerHandle | None = None
         #: Client side: done when the handshake is, one way or the other.
@@ -93,7 +104,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=UNSENT_BYTES_HIGH)
+        self._transport.set_write_buffer_limits(high=self._unsent_bytes_high)
         self._deadline = self._loop.call_later(HANDSHAKE_S, self._handshake_late)
         if self._strangers is None:
             _tune(transport.get_extra_info("socket"), unheard_s=UNHEARD_S)
@@ -139,7 +150,7 @@ class Link(asyncio.Protocol):
         assert self._transport is not None
         if self._is_server and not self._transport.is_closing():
             self._transport.pause_reading()
-        self._be_patient(self._transport.get_write_buffer_size())
+        self._be_patient()
 
     def resume_writing(self) -> None:
         assert self._transport is not None
@@ -149,16 +160,22 @@ class Link(asyncio.Protocol):
         if self._is_server and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _be_patient(self, unsent_bytes: int) -> None:
-        self._patience = self._loop.call_later(UNREAD_S, self._lose_patience, unsent_bytes)
+    def _be_patient(self) -> None:
+        self._patience = self._loop.call_later(
+            self._unread_s, self._lose_patience, self._taken_bytes()
+        )
 
     def _lose_patience(self, before: int) -> None:
-        assert self._transport is not None
-        unsent_bytes = self._transport.get_write_buffer_size()
-        if unsent_bytes < before:
-            self._be_patient(unsent_bytes)
+        if self._taken_bytes() > before:
+            self._be_patient()
         else:
             self.abort()
+
+    def _taken_bytes(self) -> int:
+        """What the connection has passed on. What is left of it says nothing about the peer: it
+        grows with each answer, and while a burst is still being written."""
+        assert self._transport is not None
+        return self._written_bytes - self._transport.get_write_buffer_size()
 
     # ---- our side -------------------------------------------------------------------------------
 
@@ -177,7 +194,7 @@ class Link(asyncio.Protocol):
                 self._loop.call_soon(self._flush)
             self._unsent.append(data)
             self._unsent_bytes += len(data)
-            if self._unsent_bytes > UNSENT_BYTES_HIGH or self._patience is not None:
+            if self._unsent_bytes > self._unsent_bytes_high or self._patience is not None:
                 self._check_debt()
 
     def answer(self, body: m.AnyMessage, call: int, position: int = 0) -> None:
@@ -210,7 +227,8 @@ class Link(asyncio.Protocol):
 
     def _check_debt(self) -> None:
         assert self._transport is not None
-        if self._unsent_bytes + self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+        owed = self._unsent_bytes + self._transport.get_write_buffer_size()
+        if owed > self._unsent_bytes_max:
             self._unsent.clear()
             self.abort()
 
@@ -219,7 +237,13 @@ class Link(asyncio.Protocol):
             data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
             self._unsent.clear()
             self._unsent_bytes = 0
-            self._transport.write(data)
+            # What TLS takes in one write it hands on at once, and `pause_writing` never hears of
+            # it. After a piece that the peer does not take it keeps the others, and counts them.
+            with memoryview(data) as view:
+                for begin in range(0, len(view), WRITE_BYTES_MAX):
+                    piece = view[begin : begin + WRITE_BYTES_MAX]
+                    self._written_bytes += len(piece)  # First: it may call `pause_writing`.
+                    self._transport.write(piece)
 
     def _write(self, body: m.AnyMessage) -> None:
         assert self._transport is not None
@@ -331,6 +355,9 @@ async def listen(
     *,
     tls: ssl.SSLContext | None = None,
     strangers_max: int = STRANGERS_MAX,
+    unsent_bytes_high: int = UNSENT_BYTES_HIGH,
+    unsent_bytes_max: int = UNSENT_BYTES_MAX,
+    unread_s: float = UNREAD_S,
 ) -> Server:
     """Listen on "HOST:PORT" (port 0: the kernel chooses) or "unix:PATH"."""
     loop = asyncio.get_running_loop()
@@ -339,7 +366,15 @@ async def listen(
     is_local = address.startswith("unix:")
 
     def accept() -> Link:
-        link = Link(handler, token, strangers=strangers, same_user_only=is_local)
+        link = Link(
+            handler,
+            token,
+            strangers=strangers,
+            same_user_only=is_local,
+            unsent_bytes_high=unsent_bytes_high,
+            unsent_bytes_max=unsent_bytes_max,
+            unread_s=unread_s,
+        )
         links.add(link)
         return link
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from holdfast.core.job import events as ev
 from holdfast.core.kernel import Event
 from holdfast.master.process import Engine, build_engine, replayed, take_plans, watch_platform
+from holdfast.runtime.observe import Details, Level
 from holdfast.runtime.transport import listen
 from holdfast.sim.driver_node import JOB, MASTER
 from holdfast.sim.loop import Process
@@ -71,8 +72,8 @@ class Master:
         if self.process.is_alive and isinstance(event, _TELLING):
             self._drivers.checkers.durable((), (event,))
 
-    def _say(self, text: str) -> None:
-        if self.process.is_alive:
+    def _say(self, text: str | Details, level: Level = Level.INFO, /) -> None:
+        if self.process.is_alive and level > Level.DEBUG:
             self._drivers.say(f"master {text}")
 
     async def come_to_rest(self) -> None:

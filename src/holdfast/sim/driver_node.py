@@ -17,6 +17,7 @@ from holdfast.core.job.admission import rules_of
 from holdfast.core.node.environment import Launch
 from holdfast.model.checkpoint import Version
 from holdfast.model.errors import HoldfastError
+from holdfast.runtime.observe import Details, Level
 from holdfast.sim.keeping import MachineArena
 from holdfast.sim.loop import Process
 from holdfast.sim.ports import UnheldPort
@@ -97,8 +98,8 @@ class Node:
         self._arena = MachineArena(memory, self._number, self.process)
         return self._arena
 
-    def _say(self, text: str) -> None:
-        if self.process.is_alive:
+    def _say(self, text: str | Details, level: Level = Level.INFO, /) -> None:
+        if self.process.is_alive and level > Level.DEBUG:
             self._drivers.say(f"{self.place} {text}")
 
     def _workers(self) -> tuple[ModelledWorker, ...]:

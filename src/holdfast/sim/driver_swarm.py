@@ -20,4 +20,4 @@ def problem_of(scenario: Scenario) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(None, scenario_of, problem_of))
+    sys.exit(main(None, scenario_of, problem_of, lambda scenario: run(scenario).digest))

@@ -52,6 +52,8 @@ class Master:
         self._link_of: dict[NodeId, Link] = {}
         #: By link: the key of an agent whose admission is on its way to the disk.
         self._attaching: dict[int, str] = {}
+        #: By link: the key of the agent that was admitted on it.
+        self._key_of: dict[int, str] = {}
         self._in_job: set[NodeId] = set()
         self._is_finishing = False
         self._heard_at = 0.0
@@ -193,11 +195,13 @@ class Master:
     def closed(self, link: Link) -> None:
         self._links.pop(link.number, None)
         node_id = self._node_of.pop(link.number, None)
+        agent_key = self._key_of.pop(link.number, "")
         if node_id is not None and self._link_of.get(node_id) is link:
             del self._link_of[node_id]
             if self._is_finishing:
                 self._out_of_job(node_id)
-            self.feed(ev.NodeAbsent(node_id))
+            if agent_key not in self._attaching.values():  # As in master/service.py.
+                self.feed(ev.NodeAbsent(node_id))
 
     # ---- commands out ---------------------------------------------------------------------------
 
@@ -248,6 +252,7 @@ class Master:
             return
         self._link_of[command.node_id] = link
         self._node_of[link.number] = command.node_id
+        self._key_of[link.number] = agent_key
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -78,8 +78,10 @@ class Persister:
     async def _write_and_report(self, version: Version, shape: Shape, writing: c.Writing) -> None:
         attempt, parts = writing.attempt, writing.parts
         storage, problem = self._stage.storage, ""
+        # Under which it was told to: it may be given up and admitted as another one meanwhile.
+        node_id = self._agent.node_id
         for part in parts:
-            with storage.writing(attempt, part, self._agent.node_id):
+            with storage.writing(attempt, part, node_id):
                 await self._clock.pause(self._agent.rng.uniform(0.05, 1.0))
                 copy = self._memory.copies.get((version, part))
                 if copy is None or copy.is_rotten:

@@ -20,7 +20,6 @@ from holdfast.model.errors import RejectedError, StateError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import data as d
 from holdfast.protocol import messages as m
-from holdfast.runtime.observe import Say
 from holdfast.runtime.transport import Link, connect
 from holdfast.sim import keeping
 from holdfast.sim.checkers import Checkers, Sample
@@ -38,7 +37,9 @@ Expected = TypeVar("Expected", bound=m.Message)
 class Job:
     """What all workers of a job share: their collectives, and what they counted."""
 
-    def __init__(self, scenario: Scenario, checkers: Checkers, token: bytes, say: Say) -> None:
+    def __init__(
+        self, scenario: Scenario, checkers: Checkers, token: bytes, say: Callable[[str], None]
+    ) -> None:
         self.scenario = scenario
         self.checkers = checkers
         self.token = token

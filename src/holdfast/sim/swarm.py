@@ -4,7 +4,8 @@
     python -m holdfast.sim.swarm --seeds 0..1000 --out found
 
 A scenario that fails is written to the folder `--out` as a file that tests/sim plays again, once it
-is moved to tests/sim/found. driver_swarm.py does the same with the real drivers.
+is moved to tests/sim/found. With `--digests` it prints a hash over each run instead, by which
+scripts/same-behaviour compares two commits. driver_swarm.py does the same with the real drivers.
 """
 
 import argparse
@@ -122,12 +123,18 @@ def main(
     argv: Sequence[str] | None = None,
     scenario_of: Callable[[int], Scenario] = from_seed,
     finds: Finds = problem_of,
+    digest_of: Callable[[Scenario], str] = lambda scenario: run(scenario).digest,
 ) -> int:
     parser = argparse.ArgumentParser(description="Play many seeds; make those that fail small.")
     parser.add_argument("--seeds", type=_seeds, default=range(1000), help="A..B, without B")
     parser.add_argument("--out", type=Path, default=Path("found"), help="where failures go")
     parser.add_argument("--first", action="store_true", help="stop at the first that fails")
+    parser.add_argument("--digests", action="store_true", help="print a hash over each run")
     options = parser.parse_args(argv)
+    if options.digests:
+        for seed in options.seeds:
+            sys.stdout.write(f"{seed} {digest_of(scenario_of(seed))}\n")
+        return 0
     if options.first:
         return _first(options.seeds, scenario_of, finds)
     began = time.monotonic()

@@ -24,7 +24,7 @@ from holdfast.runtime.collector import without_collector
 from holdfast.torch import state
 from holdfast.torch.files import Files, FilesLoading, LoadedFiles, to_images
 from holdfast.torch.following import DataSource, Followers
-from holdfast.torch.foreign import read_dlrover, without_wrapper
+from holdfast.torch.foreign import read_dlrover, refuse_dlrover, without_wrapper
 from holdfast.torch.images import Image
 from holdfast.torch.loading import StateLoading, hand_over
 from holdfast.torch.policies import Every, EverySteps, Keep, KeepEvery, KeepLast
@@ -282,12 +282,15 @@ class Checkpointer:
         """The files of the newest complete state, for a framework that loads them itself.
 
         `parts`: what this rank reads beside its own part and the shared one. Every rank calls it.
-        Close what it returns (it is a context manager).
+        Close what it returns (it is a context manager). None: there are none. UsageError: there are
+        only those of DLRover.
         """
         self._followers.expect_own_state()
         session = self._opened()
         loading = FilesLoading(parts)
         _, opened = session.agree(loading, _wanted(step))
+        if opened is None:
+            refuse_dlrover(self.series, step)
         self._followers.restored()
         return None if opened is None else loading.files(opened)
 

@@ -4,6 +4,7 @@
 import io
 import math
 import mmap
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def _save_safetensors(model: Any, target: Path) -> None:
         raise UsageError("the checkpoint has no model whose tensors could be exported")
     image, _ = safetensors_image(target.name, leaves)
     with target.open("w+b") as file:
-        file.truncate(image.length)
+        # Not only made longer: on a full disk, writing to the mapping would kill us with SIGBUS.
+        os.posix_fallocate(file.fileno(), 0, image.length)
         with mmap.mmap(file.fileno(), image.length) as mapping:
             fill(image, memoryview(mapping))
 

@@ -6,41 +6,57 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.foreign import dlrover_step
+from holdfast.checkpoint.foreign import DLROVER_TRACKER, find_dlrover
 from holdfast.checkpoint.storage import open_storage
+from holdfast.model.checkpoint import Series
 from holdfast.model.errors import UsageError
 from holdfast.torch import opaque, state
 
 _WRAPPER = "module."
+_WAY_OUT = "load it by what wrote it, or choose another directory to begin at 0"
 
 
 def read_dlrover(
     directory: str, rank: int, wanted: int | None
 ) -> tuple[int, dict[str, Any]] | None:
-    """The newest step there, and what this rank had saved; None if there is none, or another.
+    """The newest step there or the wanted one, and what this rank had saved; None if it is not
+    there.
 
     UsageError if it is there and cannot be read: a training must not begin at 0 for that.
     """
-    step = dlrover_step(open_storage(directory))
-    if step is None or wanted not in (None, step):
+    step = find_dlrover(open_storage(directory), wanted, str(wanted))
+    if step is None:
         return None
-    what = f"{directory} has checkpoints of DLRover up to step {step}"
-    way_out = "load it by what wrote it, or choose another directory to begin at 0"
+    what = f"{directory} has step {step} of DLRover"
     folder = Path(directory, str(step))
     paths = [folder / f"rank_{number}.pt" for number in (rank, 0)]
     found = next((path for path in paths if path.is_file()), None)
     if "://" in directory or found is None:
-        raise UsageError(f"{what}, but no {paths[-1]}: {way_out}")
+        raise UsageError(f"{what}, but no {paths[-1]}: {_WAY_OUT}")
     try:
         saved = torch.load(found, map_location="cpu", weights_only=True, mmap=True)
     except opaque.NOT_LOADED as exc:
         raise UsageError(
             f"{what}, but {found} can only be read by running what stands in it, or is damaged: "
-            f"{way_out}"
+            f"{_WAY_OUT}"
         ) from exc
     if not isinstance(saved, dict):
-        raise UsageError(f"{what}, but {found} is not a dict: {way_out}")
+        raise UsageError(f"{what}, but {found} is not a dict: {_WAY_OUT}")
     return step, saved
+
+
+def refuse_dlrover(series: Series, wanted: int | None) -> None:
+    """UsageError if DLRover has saved there what a framework, which would find nothing of ours,
+    wants to load."""
+    if series.tracker == DLROVER_TRACKER:
+        return  # Saved in DLRover's own way: the caller reads what DLRover has left, too.
+    name = "" if wanted is None else series.name(wanted)
+    step = find_dlrover(open_storage(series.directory), wanted, name)
+    if step is not None:
+        raise UsageError(
+            f"{series.directory} has step {step} of DLRover and no checkpoint of Holdfast that "
+            f"could be loaded instead: {_WAY_OUT}"
+        )
 
 
 def without_wrapper(saved: Any, live: object) -> Any:

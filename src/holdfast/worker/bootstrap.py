@@ -16,7 +16,7 @@ from enum import StrEnum
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from types import CodeType, ModuleType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from holdfast.worker import ahead, imports, linux
 from holdfast.worker.progress import ProgressCell
@@ -26,10 +26,13 @@ PROGRAM = f"{_OUR_FILES}__main__.py"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _OPTIMIZER = "torch.optim.optimizer"
 _COMMAND_NOT_FOUND = 127
+_LOADER_SIGNAL_S = 1.0
 _USAGE_EXIT = 2
 """What argparse ends a program with whose arguments it refuses."""
 _WRONG_ARGUMENT = "ArgumentError"
 """As model.node has it: a worker imports nothing of ours but this package."""
+_WITHOUT_TERMINAL = "NeedsTerminal"
+"""As model.node has it, too."""
 
 
 class RunMode(StrEnum):
@@ -108,6 +111,9 @@ def run(assignment: Assignment) -> None:
         exec(code, module.__dict__)
     except BaseException as error:
         try:
+            if isinstance(error, ConnectionError | EOFError) and _has_loader_processes():
+                # A process that dies closes its pipes first: the signal is still to come.
+                time.sleep(_LOADER_SIGNAL_S)
             _prepare_traceback(error)
         except RuntimeError as cause:
             # The program's signal handler raised this here: torch's, when a loader process dies,
@@ -116,9 +122,14 @@ def run(assignment: Assignment) -> None:
         raise
 
 
-_NEEDS_TERMINAL = (
-    "{what} needs a terminal: use --nproc-per-node 1, or --debug-rank {rank}, on a terminal"
-)
+def _has_loader_processes() -> bool:
+    """Whether torch has set its handler for the death of a DataLoader's processes."""
+    torchs = sys.modules.get("torch.utils.data._utils.signal_handling")
+    return bool(getattr(torchs, "_SIGCHLD_handler_set", False))
+
+
+# The same text on every rank, so that the console shows it once.
+_NEEDS_TERMINAL = "needs a terminal: use --nproc-per-node 1, or --debug-rank RANK, on a terminal"
 
 
 def _explain_breakpoints() -> None:
@@ -130,12 +141,14 @@ def _explain_breakpoints() -> None:
 
 def _refuse_breakpoint(*_args: object, **_options: object) -> None:
     caller = sys._getframe(1)
-    what = f"{caller.f_code.co_filename}:{caller.f_lineno}: breakpoint()"
-    sys.exit(_needs_terminal(what))
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    _exit_with(_WITHOUT_TERMINAL, f"{where}: breakpoint() {_NEEDS_TERMINAL}")
 
 
-def _needs_terminal(what: str) -> str:
-    return f"holdfast: {_NEEDS_TERMINAL.format(what=what, rank=os.environ.get('RANK', '0'))}"
+def _exit_with(kind: str, sentence: str) -> NoReturn:
+    """End as after an error, but with one sentence instead of a traceback."""
+    _write_error_file(f"{kind}: {sentence}", "")
+    sys.exit(f"holdfast: {sentence}")
 
 
 def _wait_until_registered(assignment: Assignment) -> None:
@@ -188,11 +201,14 @@ def _load_module(name: str) -> tuple[ModuleType, CodeType]:
         spec = find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{name}.__main__")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        # A package that is there may itself import something that is not: that is said instead.
+        if error.name is None or not f"{name}.__main__".startswith(error.name):
+            raise
         spec = None
     code = getattr(spec.loader, "get_code", _no_code)(spec.name) if spec else None
     if spec is None or code is None or spec.origin is None:
-        sys.exit(f"{sys.executable}: No module named {name}")
+        _exit_with(ModuleNotFoundError.__name__, f"No module named {name}")
     module = _new_main(spec.origin, spec.loader)
     module.__spec__ = spec
     module.__package__ = spec.parent
@@ -224,11 +240,15 @@ def _prepare_traceback(error: BaseException) -> None:
         if (refusal := _refused_arguments(error)) is not None:
             _write_error_file(f"{_WRONG_ARGUMENT}: {refusal[0]}", refusal[1])
         return
+    kind, said = type(error).__name__, str(error)
+    has_asked = (kind == "BdbQuit" or said == "EOF when reading a line") and not os.isatty(0)
+    if has_asked:
+        kind, said = _WITHOUT_TERMINAL, f"a program that asks you something {_NEEDS_TERMINAL}"
     if not isinstance(error, KeyboardInterrupt):
         import traceback
 
         stack = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
-        _write_error_file(f"{type(error).__name__}: {error}", "".join(stack))
+        _write_error_file(f"{kind}: {said}", "".join(stack))
     show = sys.excepthook
 
     def show_users_part(
@@ -236,9 +256,8 @@ def _prepare_traceback(error: BaseException) -> None:
     ) -> None:
         trace = _users_part(trace)
         show(kind, value.with_traceback(trace), trace)
-        is_prompt = kind.__name__ == "BdbQuit" or str(value) == "EOF when reading a line"
-        if is_prompt and not os.isatty(0):
-            print(_needs_terminal("to ask you something"), file=sys.stderr)
+        if has_asked:
+            print(f"holdfast: {said}", file=sys.stderr)
 
     sys.excepthook = show_users_part
 
@@ -252,12 +271,20 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 def _refused_arguments(error: SystemExit) -> tuple[str, str] | None:
     """What argparse refused, and the usage that it printed; None if it was not argparse."""
     argparse, trace = sys.modules.get("argparse"), error.__traceback__
-    while error.code == _USAGE_EXIT and argparse is not None and trace is not None:
+    if error.code != _USAGE_EXIT or argparse is None:
+        return None
+    parser = argparse.ArgumentParser
+    parses = (parser.parse_args.__code__, parser.parse_known_args.__code__)
+    refused = None
+    while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
-        if frame.f_code is argparse.ArgumentParser.error.__code__:
-            parser, message = frame.f_locals["self"], frame.f_locals["message"]
-            return message, f"{parser.format_usage()}{parser.prog}: error: {message}\n"
-    return None
+        if frame.f_code in parses:
+            # A parser may have an `error` of its own, which is then not found below.
+            refused = "its arguments were refused", frame.f_locals["self"].format_usage()
+        elif frame.f_code is parser.error.__code__:
+            self, message = frame.f_locals["self"], frame.f_locals["message"]
+            refused = message, f"{self.format_usage()}{self.prog}: error: {message}\n"
+    return refused
 
 
 def _write_error_file(message: str, stack: str) -> None:

@@ -7,6 +7,7 @@ sees half a value and a death at any moment leaves a readable cell.
 """
 
 import contextlib
+import errno
 import mmap
 import os
 from typing import NamedTuple
@@ -42,7 +43,10 @@ class Progress(NamedTuple):
 class ProgressCell:
     """One worker's cell, mapped into this process."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, path: str) -> None:
+        self.path = path
+        """Where other processes of this user open it, while this one has it open."""
+        self._kept = -1
         self._map = mmap.mmap(fd, CELL_BYTES)
         whole = memoryview(self._map)
         self._ints = whole.cast("q")
@@ -50,24 +54,53 @@ class ProgressCell:
 
     @classmethod
     def create(cls, path: str) -> "ProgressCell":
-        """A new file, readable by this user only. A worker that still maps the old one keeps it:
-        shrinking a file under a mapping would kill that worker with SIGBUS."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        """A new cell, readable by this user only: the file `path`, or plain memory where no file
+        can be made. A worker that still maps the old one keeps it: shrinking a file under a mapping
+        would kill that worker with SIGBUS."""
         try:
-            os.ftruncate(fd, CELL_BYTES)
-            cell = cls(fd)
-        finally:
-            os.close(fd)
+            cell = cls._in_file(path)
+        except OSError:
+            cell = cls._in_memory()
         cell._ints[_REPORTED] = cell._ints[_SAVED] = -1
         return cell
 
     @classmethod
+    def _in_file(cls, path: str) -> "ProgressCell":
+        """The usual place: a worker in a container of its own sees it if the folder is mounted."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _take_room(fd)
+            return cls(fd, path)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def _in_memory(cls) -> "ProgressCell":
+        """Needs no folder. The path leads to our descriptor, which is open as long as the cell."""
+        fd = os.memfd_create("holdfast-progress", os.MFD_CLOEXEC)
+        try:
+            _take_room(fd)
+            cell = cls(fd, f"/proc/{os.getpid()}/fd/{fd}")
+        except OSError:
+            os.close(fd)
+            raise
+        cell._kept = fd
+        return cell
+
+    @classmethod
     def open(cls, path: str) -> "ProgressCell":
+        """OSError if there is none."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(fd)
+            # The number of a descriptor may be that of something else by now.
+            if os.fstat(fd).st_size != CELL_BYTES:
+                raise OSError(errno.EINVAL, "not the progress of a worker", path)
+            return cls(fd, path)
         finally:
             os.close(fd)
 
@@ -120,3 +153,12 @@ class ProgressCell:
         self._ints.release()
         self._times.release()
         self._map.close()
+        if self._kept >= 0:
+            os.close(self._kept)
+            self._kept = -1
+
+
+def _take_room(fd: int) -> None:
+    """OSError if there is none. A file that is only made longer takes its room when its mapping is
+    written to, and where there is none then, the writer is killed with SIGBUS."""
+    os.posix_fallocate(fd, 0, CELL_BYTES)

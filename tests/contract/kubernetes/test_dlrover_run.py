@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every flag of `dlrover-run` has its effect, is said to have none, or is refused by name."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from holdfast.cli.dlrover_run import FLAGS, parse_dlrover_run
 from holdfast.cli.run_options import RunOptions, parse_run
 from holdfast.model.errors import UsageError
 
+RUN_MD = Path(__file__).parents[3] / "docs/run.md"
 OWN = {
     flag.name: flag
     for title, flags in FLAGS.items()
@@ -71,6 +74,14 @@ NOT_NEEDED = {
 }
 
 
+IN_DOCS = {
+    flag: here
+    for flags, here in re.findall(r"^\| (`--.*?) \| (.*?) \|$", RUN_MD.read_text(), re.MULTILINE)
+    for flag in re.findall(r"`(--[a-z-]+)", flags)
+}
+"""What docs/run.md says of each flag in its tables."""
+
+
 def test_this_file_knows_every_flag() -> None:
     assert set(OWN) == {*NOT_NEEDED, "auto-config", "accelerator"}
 
@@ -85,7 +96,8 @@ def test_a_flag_without_effect_is_accepted_and_named_with_the_reason(
     options = parse(flag if value is None else f"{flag}={value}", "train.py")
     (ignored,) = options.ignored
     assert ignored.option == f"--{name}"
-    assert len(ignored.reason) > 10
+    # The page and the program say the same of it.
+    assert f"ignored: {ignored.reason}" == IN_DOCS[f"--{name}"]
     assert replace(options, ignored=()) == parse("train.py")
 
 

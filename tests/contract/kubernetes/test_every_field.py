@@ -316,11 +316,11 @@ def test_a_field_of_a_plan_changes_it(path: str) -> None:
     changed, problems = read_plan(put(plan(path), path, PLANS_HAVE_EFFECTS[path]))
     assert [str(problem) for problem in problems if problem.fatal] == []
     before = read_plan(plan(path))[0]
-    assert (changed.job, changed.plans) != (before.job, before.plans)
+    assert (changed.job, changed.plan) != (before.job, before.plan)
 
 
 @pytest.mark.parametrize("path", PLANS_SAY_THAT_THEY_HAVE_NONE)
 def test_a_field_of_a_plan_without_an_effect_says_so(path: str) -> None:
     changed, problems = read_plan(put(plan(path), path, PLANS_SAY_THAT_THEY_HAVE_NONE[path]))
     assert [problem.path for problem in problems if not problem.fatal] == [path]
-    assert changed.plans
+    assert changed.plan

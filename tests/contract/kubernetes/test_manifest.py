@@ -368,11 +368,29 @@ def test_nothing_that_somebody_writes_raises(path: str, value: object) -> None:
 
 def test_a_master_s_account_and_security_are_its_own_unless_said_by_name() -> None:
     obj = manifest()
-    spec = {"containers": [{"name": "main", "image": "m"}], "serviceAccountName": "of-others"}
+    container: dict[str, Any] = {"name": "main", "image": "m"}
+    spec: dict[str, Any] = {"containers": [container], "serviceAccountName": "of-others"}
     obj["spec"]["replicaSpecs"]["dlrover-master"] = {"replicas": 1, "template": {"spec": spec}}
     assert [note for note in notes(obj) if "of-others has no effect" in note]
     assert not read_well(obj).own_security
+    assert not [note for note in notes(obj) if "by name" in note]
+    spec["hostPID"] = True
+    container["securityContext"] = {"runAsUser": 7, "procMount": "Unmasked"}
+    (told,) = [note for note in notes(obj) if "by name" in note]
+    assert told.startswith(
+        "spec.replicaSpecs.dlrover-master.template: spec.hostPID, "
+        "spec.containers[0].securityContext.procMount: no effect on the job's master"
+    )
+    spec["securityContext"] = {"runAsUser": 0, "runAsGroup": 0}
+    container["securityContext"] = {"runAsUser": 0}
+    (told,) = [note for note in notes(obj) if "by name" in note]
+    assert told.startswith(
+        "spec.replicaSpecs.dlrover-master.template: spec.hostPID, "
+        "spec.securityContext.runAsUser: 0, "
+        "spec.containers[0].securityContext.runAsUser: 0: no effect on the job's master"
+    )
     obj["metadata"]["annotations"] = {"holdfast.io/master-security": "template"}
     assert read_well(obj).own_security
+    assert not [note for note in notes(obj) if "by name" in note]
     obj["metadata"]["annotations"] = {"holdfast.io/master-security": "no"}
     assert "must be" in fatal(obj)[0]

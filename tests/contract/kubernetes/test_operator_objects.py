@@ -188,25 +188,83 @@ UNSAFE = {
     "allowPrivilegeEscalation": True,
     "readOnlyRootFilesystem": False,
     "capabilities": {"add": ["SYS_ADMIN"]},
+    "runAsNonRoot": False,
+    "seccompProfile": {"type": "Unconfined"},
+    "procMount": "Unmasked",
+    "appArmorProfile": {"type": "Unconfined"},
+    "windowsOptions": {"hostProcess": True},
+    "runAsUser": 0,
+}
+SAFE = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+PROFILES = {
+    "container.apparmor.security.beta.kubernetes.io/main": "unconfined",
+    "seccomp.security.alpha.kubernetes.io/pod": "unconfined",
 }
 
 
-def test_the_safe_security_context_wins_unless_the_job_says_so_by_name() -> None:
-    container = {"name": "main", "image": "m:1", "securityContext": UNSAFE}
-    of_pod = {"runAsNonRoot": False, "runAsUser": 0, "fsGroup": 7}
-    given = {"spec": {"containers": [container], "securityContext": of_pod}}
-    body = pod(job({"template": given}))
-    assert main(body)["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
+def unsafe_pod() -> dict[str, Any]:
+    """A template whose pod, init containers and containers all give up what protects them."""
+    return {
+        "metadata": {"annotations": {**PROFILES, "team": "vision"}},
+        "spec": {
+            "containers": [
+                {"name": "main", "image": "m:1", "securityContext": UNSAFE},
+                {"name": "sidecar", "image": "s:1", "securityContext": UNSAFE},
+            ],
+            "initContainers": [{"name": "first", "image": "i:1", "securityContext": UNSAFE}],
+            "securityContext": {
+                "runAsNonRoot": False,
+                "runAsUser": 0,
+                "fsGroup": 7,
+                "sysctls": [{"name": "kernel.msgmax", "value": "1"}],
+            },
+            "hostPID": True,
+            "hostNetwork": True,
+            "hostIPC": True,
+        },
     }
-    # As root and as nobody in particular contradict each other: the kubelet refuses such a pod.
-    assert body["spec"]["securityContext"]["runAsNonRoot"] is True
-    assert body["spec"]["securityContext"]["fsGroup"] == 7
-    meant = replace(job({"template": given}), own_security=True)
-    assert main(pod(meant))["securityContext"] == UNSAFE
-    assert pod(meant)["spec"]["securityContext"]["runAsUser"] == 0
+
+
+def every_container(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*body["spec"]["initContainers"], *body["spec"]["containers"]]
+
+
+def test_the_safe_security_context_wins_unless_the_job_says_so_by_name() -> None:
+    given = job({"template": unsafe_pod()})
+    body = pod(given)
+    assert [one["securityContext"] for one in every_container(body)] == [SAFE] * 3
+    assert body["spec"]["securityContext"] == {
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+        # Not 0: beside `runAsNonRoot` the kubelet would refuse the pod.
+        "runAsUser": 10001,
+        "runAsGroup": 10001,
+        "fsGroup": 7,
+    }
+    assert not {"hostPID", "hostNetwork", "hostIPC"} & set(body["spec"])
+    assert not set(PROFILES) & set(body["metadata"]["annotations"])
+    assert body["metadata"]["annotations"]["team"] == "vision"
+
+    meant = pod(replace(given, own_security=True))
+    assert [one["securityContext"] for one in every_container(meant)] == [UNSAFE] * 3
+    assert meant["spec"]["securityContext"]["runAsUser"] == 0
+    assert meant["spec"]["hostPID"] is meant["spec"]["hostNetwork"] is meant["spec"]["hostIPC"]
+    assert set(PROFILES) < set(meant["metadata"]["annotations"])
+
+
+def test_where_the_job_says_so_by_name_the_pod_s_own_words_are_for_its_containers_too() -> None:
+    """What we would set in a container goes before what the template says of the whole pod."""
+    of_pod = {"runAsNonRoot": False, "runAsUser": 0, "seccompProfile": {"type": "Unconfined"}}
+    given = {"spec": {**template(image="m:1")["spec"], "securityContext": of_pod}}
+    body = pod(replace(job({"template": given}), own_security=True))
+    assert {**body["spec"]["securityContext"], **of_pod} == body["spec"]["securityContext"]
+    assert not set(of_pod) & set(main(body)["securityContext"])
 
 
 def test_a_later_job_of_the_same_name_has_another_secret() -> None:

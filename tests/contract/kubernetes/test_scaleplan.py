@@ -2,6 +2,7 @@
 """Reading ScalePlans: every shape of the prior art, and every mistake in one sentence."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,14 @@ def shapes() -> dict[str, dict[str, Any]]:
 def test_numbers_and_resources_by_role() -> None:
     found = read_well(shapes()["numbers"])
     assert found.job == "ctr"
-    assert found.plans == (
-        Plan(plan_id="scaleplan//ps", role="ps", nodes=1, cpu_milli=500, memory_mib=256),
-        Plan(plan_id="scaleplan//worker", role="worker", nodes=2, cpu_milli=4000, memory_mib=1024),
+    servers = Plan(plan_id="scaleplan//ps", role="ps", nodes=1, cpu_milli=500, memory_mib=256)
+    assert found.plan == Plan(
+        plan_id="scaleplan//worker",
+        role="worker",
+        nodes=2,
+        cpu_milli=4000,
+        memory_mib=1024,
+        others=(servers,),
     )
     assert any("GPUs" in note for note in notes(shapes()["numbers"]))
 
@@ -60,7 +66,7 @@ def test_the_old_label_and_the_old_field_are_understood() -> None:
     """The prior art's own sample has a label that its selector never matches."""
     found = read_well(shapes()["old-words"])
     assert found.job == "ctr"
-    assert found.plans == (Plan(plan_id="scaleplan//worker", nodes=5),)
+    assert found.plan == Plan(plan_id="scaleplan//worker", nodes=5)
 
 
 def test_both_spellings_of_a_field_may_stand_side_by_side() -> None:
@@ -68,13 +74,14 @@ def test_both_spellings_of_a_field_may_stand_side_by_side() -> None:
     for first, second in ((numbers, amounts), (amounts, numbers)):
         spec = {"ownerJob": "j", "replicaResourceSpecs": first, "replicaResourceSpec": second}
         found = read_well(plan(spec))
-        assert found.plans == (Plan(plan_id="scaleplan/u1/worker", nodes=5, memory_mib=1024),)
+        assert found.plan == Plan(plan_id="scaleplan/u1/worker", nodes=5, memory_mib=1024)
 
 
 def test_pods_to_create_to_remove_and_to_migrate() -> None:
     found = read_well(shapes()["pods"])
-    worker, evaluator, ps = found.plans
-    assert worker == Plan(
+    assert found.plan is not None
+    evaluator, ps = found.plan.others
+    assert replace(found.plan, others=()) == Plan(
         plan_id="scaleplan//worker",
         add=(NodeRank(3), NodeRank(4)),
         remove=(NodeId(2), NodeId(3)),
@@ -103,9 +110,7 @@ def test_what_the_desk_needs_to_know() -> None:
     assert (found.name, found.namespace, found.uid) == ("plan", "ns", "u1")
     assert found.created == "2026-11-16T10:00:00Z"
     assert not found.finished
-    [only] = found.plans
-    assert only.plan_id == "scaleplan/u1/worker"
-    assert only.nodes == 0
+    assert found.plan == Plan(plan_id="scaleplan/u1/worker", nodes=0)
     assert read_well(plan(spec, phase="Succeeded")).finished
     assert read_well(plan(spec, phase="Failed")).finished
     assert not read_well(plan(spec, phase="Scaling")).finished
@@ -160,14 +165,14 @@ def test_a_mistake_is_said_and_nothing_of_the_plan_is_done(
 ) -> None:
     spec = {"ownerJob": "j", "replicaResourceSpecs": {"worker": {"replicas": 1}}, **changes}
     found, problems = read_plan(plan(spec))
-    assert found.plans == ()
+    assert found.plan is None
     assert any(said in str(problem) for problem in problems if problem.fatal)
 
 
 def test_plans_of_another_controller_are_refused() -> None:
     spec = {"ownerJob": "j", "replicaResourceSpecs": {"worker": {"replicas": 1}}}
     found, problems = read_plan(plan(spec, {"scale-type": "auto"}))
-    assert found.plans == ()
+    assert found.plan is None
     assert [str(problem) for problem in problems] == [
         'metadata.labels.scale-type: only manual plans are done, not "auto"'
     ]
@@ -176,5 +181,5 @@ def test_plans_of_another_controller_are_refused() -> None:
 @pytest.mark.parametrize("spec", [None, [], "scale up", {"removePods": [7, None]}])
 def test_nothing_that_somebody_writes_raises(spec: object) -> None:
     found, problems = read_plan(plan(spec))
-    assert found.plans == ()
+    assert found.plan is None
     assert problems

@@ -91,6 +91,17 @@ def missing(module: str) -> Callable[[str], object]:
     return find
 
 
+class Named:
+    """A class of DLRover's: its methods that ours does not have are refused in one sentence."""
+
+    def __getattr__(self, name: str) -> object:
+        # An AttributeError, so that hasattr() and copying still work.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        kind = type(self)
+        raise AttributeError(sentence(f"{kind.__module__}.{kind.__qualname__}.{name}"))
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Comes last: it is asked for modules of this package that are not there."""
 

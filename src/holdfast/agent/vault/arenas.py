@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.arena import Arena, Busy, Held, PartKey
 from holdfast.model.errors import RejectedError, StateError
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Level, Say
 
 
 class _Lazy:
@@ -23,16 +23,18 @@ class _Lazy:
         self._where = where
         self._say = say
         self._problem = ""
+        self._is_loss_said = False
 
     def get(self) -> Arena | None:
         """The arena; None if it cannot be made. That is said once, and tried again each time."""
         if self.made is not None:
+            self._tell_of_loss(self.made)
             return self.made
         try:
             self.made = self._make()
         except (OSError, StateError) as exc:
             if not self._problem:
-                self._say(f"no checkpoint can be kept {self._where}: {exc}")
+                self._say(f"no checkpoint can be kept {self._where}: {exc}", Level.WARNING)
             self._problem = str(exc)
             return None
         self._inherit(self.made)
@@ -45,12 +47,23 @@ class _Lazy:
             raise RejectedError(f"no checkpoint can be kept {self._where}: {self._problem}")
         return arena
 
+    def _tell_of_loss(self, arena: Arena) -> None:
+        if arena.lost and not self._is_loss_said:
+            self._is_loss_said = True
+            self._say(
+                f"checkpoints {self._where} were removed by another program from {arena.root}; "
+                "the next saves make new ones. See docs/checkpoints.md, Removed from memory",
+                Level.WARNING,
+            )
+
     def _inherit(self, arena: Arena) -> None:
         try:
             arena.sweep()
             adopted = arena.adopt()
         except OSError as exc:
-            self._say(f"what dead agents left {self._where} could not be taken over: {exc}")
+            self._say(
+                f"what dead agents left {self._where} could not be taken over: {exc}", Level.WARNING
+            )
             return
         if adopted:
             newest = max(held.meta.version.step for held in adopted)
@@ -88,26 +101,37 @@ class Arenas:
         return self._memory.required().reserve(key, size, slots)
 
     def grant(
-        self, key: PartKey, size: int, slots: int, avoid: frozenset[str], *, on_disk: bool
+        self,
+        key: PartKey,
+        size: int,
+        slots: int,
+        avoid: frozenset[str],
+        *,
+        on_disk: bool,
+        more: int = 0,
     ) -> Path | Busy:
-        """A slot to write to; `on_disk` allows one there if there is no room in memory.
+        """A slot to write to; `on_disk` allows one there if there is no room in memory, and when
+        all are in use there may be so many `more`.
 
         RejectedError: there is no room.
         """
         try:
-            return self._memory.required().grant(key, size, slots, avoid)
+            return self._memory.required().grant(key, size, slots, avoid, more)
         except RejectedError as exc:
             if not on_disk or self._disk is None:
                 raise
             no_memory = exc
         try:
-            granted = self._disk.required().grant(key, size, slots, avoid)
+            granted = self._disk.required().grant(key, size, slots, avoid, more)
         except RejectedError as exc:
             raise RejectedError(f"{no_memory}; nor is there any on disk: {exc}") from exc
         if not self._is_short:
             self._is_short = True
             place = self._disk.required().root
-            self._say(f"checkpoints go to storage through {place}, which is slower: {no_memory}")
+            self._say(
+                f"checkpoints go to storage through {place}, which is slower: {no_memory}",
+                Level.WARNING,
+            )
         return granted
 
     def of(self, path: str | Path) -> Arena:

@@ -25,6 +25,7 @@ from holdfast.model.checkpoint import NONE, SHARED, Series, Version
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
+from holdfast.runtime.observe import Level
 
 TRANSFER_S = 600.0
 """How long one copy may take, and how long those of the other nodes are waited for."""
@@ -219,7 +220,10 @@ class Copies:
         if is_short != self._is_short:
             self._is_short = is_short
             few = f"checkpoints are copied to {peers} of {self.series.replicas} other nodes"
-            self._means.say(few if is_short else "there are enough copies on other nodes again")
+            if is_short:
+                self._means.say(few, Level.WARNING)
+            else:
+                self._means.say("there are enough copies on other nodes again")
 
     async def _send(self, transfer: Transfer, version: Version, round: int) -> str:
         """What went wrong; nothing if the peer has it now."""
@@ -293,4 +297,6 @@ class Copies:
     def _stall(self, why: str) -> None:
         if not self.is_stalled:
             self.is_stalled = True
-            self._means.say(f"training goes on without waiting for copies on other nodes: {why}")
+            self._means.say(
+                f"training goes on without waiting for copies on other nodes: {why}", Level.WARNING
+            )

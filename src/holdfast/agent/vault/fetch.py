@@ -14,7 +14,7 @@ from holdfast.checkpoint.parity import ImageReader, rebuild
 from holdfast.checkpoint.peer_server import SlotReader
 from holdfast.checkpoint.slots import Slot
 from holdfast.model.checkpoint import Version
-from holdfast.model.errors import RejectedError, StateError
+from holdfast.model.errors import HoldfastError, RejectedError, StateError
 from holdfast.model.parity import Block
 from holdfast.protocol import checkpoints as c
 
@@ -22,7 +22,8 @@ FETCH_S = 600.0
 
 
 class NoRoomError(RejectedError):
-    """Neither memory nor disk has room for a part: that says nothing against its copies."""
+    """Neither memory nor disk has room for a part, or it was taken away: that says nothing against
+    its copies."""
 
 
 class Fetcher:
@@ -61,6 +62,11 @@ class Fetcher:
         try:
             yield
             is_filled = True
+        except (HoldfastError, OSError) as exc:
+            for path in paths:
+                if not path.exists():
+                    raise NoRoomError(f"another program removed its memory slot {path}") from exc
+            raise
         finally:
             for path in paths if not is_filled else ():
                 self._memory.give_back(path)
@@ -70,7 +76,7 @@ class Fetcher:
         path = await self._room(part, self._depot.length(committed, part))
         with self._given_back_unless_filled([path]):
             digest = await self._depot.load(committed, part, path)
-        self._memory.sealed(path, version, digest, is_verified=True)
+            self._memory.sealed(path, version, digest, is_verified=True)
         return path
 
     async def _from_peer(self, version: Version, source: c.Source) -> Path:
@@ -85,7 +91,7 @@ class Fetcher:
 
         with self._given_back_unless_filled([path]):
             await self._means.urgently(fetch)
-        self._memory.sealed(path, version, offer.holding.digest, is_verified=True)
+            self._memory.sealed(path, version, offer.holding.digest, is_verified=True)
         return path
 
     async def _from_parity(
@@ -118,10 +124,10 @@ class Fetcher:
         try:
             with self._given_back_unless_filled(paths):
                 digest = await self._means.urgently(add_up)
+                self._memory.sealed(paths[0], version, digest, is_verified=True)
         finally:
             for pin in pins:
                 self._memory.unpin(pin)
-        self._memory.sealed(paths[0], version, digest, is_verified=True)
         return paths[0]
 
     def _reader(

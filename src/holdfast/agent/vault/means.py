@@ -23,7 +23,7 @@ from holdfast.model.errors import FencedError, HoldfastError, RejectedError
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
 from holdfast.protocol.data import DataMarked
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Level, Say
 
 URGENT_THREADS = 4
 """Training waits for these: restoring, listing, committing."""
@@ -126,10 +126,12 @@ class Means:
     def report(self, error: BaseException, what: str) -> None:
         """Say what went wrong: one line, or a traceback for what nobody foresaw."""
         if isinstance(error, HoldfastError | OSError):
-            self.say(f"{what}: {error}")
+            self.say(f"{what}: {error}", Level.WARNING)
             return
         trace = "".join(traceback.format_exception(error))
-        self.say(f"{what} failed, which is a bug in Holdfast; training goes on\n{trace}")
+        self.say(
+            f"{what} failed, which is a bug in Holdfast; training goes on\n{trace}", Level.ERROR
+        )
 
     async def close(self) -> None:
         """End the errands and, once they are through with what they do now, the threads."""

@@ -28,6 +28,9 @@ from holdfast.model.errors import RejectedError, StateError
 ROOM_S = 60.0
 """How long a save waits for a slot that is being read."""
 
+MORE_S = 1.0
+"""After so long it may have one slot more for each version that waits for a slow storage."""
+
 NOT_SEALED = "its memory slot is not sealed any more"
 CHANGED = "the bytes in its memory slot have changed since they were saved"
 
@@ -112,17 +115,21 @@ class Memory:
         give_up: Callable[[], bool] = lambda: False,
         give_up_s: float = ROOM_S,
         on_disk: bool = False,
+        more: Callable[[], int] = lambda: 0,
     ) -> Path:
         """A slot for writing; waits while all are read. RejectedError: there is not enough memory.
 
-        One of those to `avoid` is given if there is no other. After `give_up_s` and after `wait_s`,
-        `give_up` is asked to let go of what can be done without. `on_disk`: a slot there will do if
-        memory has no room.
+        One of those to `avoid` is given if there is no other. After `MORE_S` there may be so many
+        `more`, if memory has room. After `give_up_s` and after `wait_s`, `give_up` is asked to let
+        go of what can be done without. `on_disk`: a slot there will do if memory has no room.
         """
         begin = self._loop.time()
-        until, ask_at = begin + wait_s, begin + min(give_up_s, wait_s)
+        until, ask_at, more_at = begin + wait_s, begin + min(give_up_s, wait_s), begin + MORE_S
         while True:
-            granted = self._means.arenas.grant(key, size, slots, avoid, on_disk=on_disk)
+            is_late = self._loop.time() >= more_at
+            granted = self._means.arenas.grant(
+                key, size, slots, avoid, on_disk=on_disk, more=more() if is_late else 0
+            )
             if not isinstance(granted, Busy):
                 self._sidecars.pop(granted, None)
                 self._verified.pop(granted, None)
@@ -133,10 +140,10 @@ class Memory:
                     lambda _: self._loop.call_soon_threadsafe(self.room_may_be_free)
                 )
             try:
-                async with asyncio.timeout_at(ask_at):
+                async with asyncio.timeout_at(ask_at if is_late else min(ask_at, more_at)):
                     await freed.wait()
             except TimeoutError:
-                if give_up():
+                if self._loop.time() < ask_at or give_up():
                     continue
                 is_last, ask_at = ask_at == until, until
                 if is_last:
@@ -197,11 +204,20 @@ class Memory:
         self._verified.clear()
 
     async def verify(self, path: Path, version: Version, expected: int = -1) -> str:
-        """Compare a slot with the digests that are known; what is wrong, or nothing."""
+        """Compare a slot with the digests that are known; what is wrong, or nothing.
+
+        Then its digest is known, so that what is copied out of it can be compared in turn: that of
+        a save that was made a moment ago may be missing still, and is computed now.
+        """
         if self._verified.get(path) != version:
             problem = await self._means.urgently(compare_slot, self._means.maps, path, version)
             if problem:
                 return problem
+            if self.digest(path, version) < 0:
+                found = await self._means.urgently(_digest_slot, self._means.maps, path, version)
+                if found is None:
+                    return NOT_SEALED
+                self._sidecars[path] = found
             self._verified[path] = version
         known = self.digest(path, version)
         if expected >= 0 and known >= 0 and known != expected:

@@ -7,6 +7,7 @@ still (pins them) from their sealing on and for as long as an attempt may need t
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.agent.vault.means import Means
@@ -18,6 +19,10 @@ from holdfast.model.checkpoint import NONE, FileEntry, Shape, Version
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
+from holdfast.runtime.observe import Level
+
+_WRITE = "write"
+"""How the names of the orders to write parts begin."""
 
 
 class Persister:
@@ -49,6 +54,12 @@ class Persister:
     @property
     def is_idle(self) -> bool:
         return self._under_way == 0 and not self._attempts
+
+    @property
+    def held(self) -> int:
+        """How many versions are on their way to storage, or may be needed for it."""
+        ordered = sum(name.startswith(_WRITE) for name in self._attempts)
+        return len(self._waiting) + self._under_way + ordered
 
     @property
     def state(self) -> c.PersistState:
@@ -86,7 +97,8 @@ class Persister:
             pins = self._waiting.pop(version, [])
             if pins:
                 self._means.say(
-                    f"step {version.step} does not go to storage: not every rank saved it"
+                    f"step {version.step} does not go to storage: not every rank saved it",
+                    Level.WARNING,
                 )
             self._release(pins)
             self._tell()
@@ -165,7 +177,7 @@ class Persister:
         ]
         work = self._obey(order, pins)
         # A node may be told twice in an attempt: when it gets the parts of a lost node as well.
-        name = f"write {order.attempt} {' '.join(order.parts)}"
+        name = f"{_WRITE} {order.attempt} {' '.join(order.parts)}"
         self._once(name, work, f"{order.reason}: not on storage", pins)
 
     async def _obey(self, order: c.PersistOrder, pins: list[Pin]) -> None:
@@ -196,7 +208,8 @@ class Persister:
         if problem:
             raise RejectedError(problem)
         self.committed = max(self.committed, order.version)
-        await self._depot.apply_retention()
+        with suppress(FencedError):  # It is committed; others remove what nobody wants.
+            await self._depot.apply_retention(fence)
 
     def _once(
         self, name: str, work: Coroutine[None, None, None], what: str, pins: list[Pin]

@@ -19,6 +19,7 @@ from holdfast.core.node.saver import RestoreMeeting, SavedSteps, Turn
 from holdfast.model.checkpoint import NONE, SHARED, Series, Shape, Stored, Version, rank_part
 from holdfast.model.errors import FencedError, HoldfastError, RejectedError
 from holdfast.protocol import checkpoints as c
+from holdfast.runtime.observe import Level
 
 _Asked = asyncio.Future[c.RestorePlan]
 
@@ -96,6 +97,8 @@ class SeriesKeeper:
                 give_up=self.copies.give_up_oldest,
                 give_up_s=0.0 if self.copies.is_stalled else ROOM_S,
                 on_disk=ask.persist,
+                # The slots of a series have room for one on its way to storage.
+                more=lambda: max(0, self.persister.held - 1),
             )
         finally:
             watch.cancel()
@@ -122,6 +125,7 @@ class SeriesKeeper:
         if step is None:
             return
         self._means.tally.saved(
+            self.series.directory,
             step,
             is_first_node=self._means.group_rank == 0,
             is_in_memory=not self._is_on_disk(version),
@@ -168,7 +172,8 @@ class SeriesKeeper:
         if ask.problem:
             # No copy is blamed for it: those that are bad were found when they were opened or read.
             self._means.say(
-                f"local rank {ask.local_rank} cannot restore step {ask.tried.step}: {ask.problem}"
+                f"local rank {ask.local_rank} cannot restore step {ask.tried.step}: {ask.problem}",
+                Level.WARNING,
             )
         answer: _Asked = asyncio.get_running_loop().create_future()
         turn = self._meeting.ask(answer, ask)
@@ -247,7 +252,7 @@ class SeriesKeeper:
             if is_needed:
                 raise
             self._storage_problem = str(exc)
-            self._means.say(f"only what is in memory can be restored: {exc}")
+            self._means.say(f"only what is in memory can be restored: {exc}", Level.WARNING)
             return ()
 
     def _begin_lineage(self, plan: c.RestorePlan, *, was_newest: bool) -> None:
@@ -255,6 +260,7 @@ class SeriesKeeper:
         self._lineage = plan.lineage
         self._stored = None
         self._saved_since_restore = 0
+        self._means.tally.went_back(self.series.directory, plan.version)
         if plan.version == NONE or not was_newest:
             return
         own = self._steps.own_parts(Shape(0, shared=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast.agent.vault.means import Means
 from holdfast.agent.vault.memory import CHANGED, NOT_SEALED
-from holdfast.checkpoint.commit import commit
+from holdfast.checkpoint.commit import commit, put_in_order
 from holdfast.checkpoint.digests import RunDigest, digest_beside
 from holdfast.checkpoint.manifest import Committed, find_committed, list_committed
 from holdfast.checkpoint.owner import RENEW_S, Claim
@@ -22,6 +22,7 @@ from holdfast.checkpoint.storage_port import FencedStorage, Patience, Storage, p
 from holdfast.model.checkpoint import FileEntry, Series, Stored, Version
 from holdfast.model.errors import FencedError, HoldfastError, RetryableError, StateError
 from holdfast.protocol import checkpoints as c
+from holdfast.runtime.observe import Level
 
 
 class Depot:
@@ -40,6 +41,7 @@ class Depot:
         self._is_failing = False
         self._claim = Claim(means.job)
         self._renewing: asyncio.Task[None] | None = None
+        self._is_in_order = False
 
     def close(self) -> None:
         """Do not try again what fails from now on, and commit and remove nothing more."""
@@ -49,7 +51,7 @@ class Depot:
         """Say once that the storage does not work: training goes on, and more fails later."""
         if not self._is_failing:
             self._is_failing = True
-            self._means.say(f"{why}: it is tried again")
+            self._means.say(f"{why}: it is tried again", Level.WARNING)
 
     def fence(self) -> Callable[[], None]:
         """The check before each step of one piece of work that changes checkpoints."""
@@ -77,7 +79,7 @@ class Depot:
         problems: list[str] = []
         found = await self._means.urgently(list_committed, storage, self.series, problems.append)
         for problem in problems:
-            self._means.say(f"a checkpoint is passed over: {problem}")
+            self._means.say(f"a checkpoint is passed over: {problem}", Level.WARNING)
         return tuple(committed.stored for committed in found)
 
     async def _look_for_others(self, storage: Storage) -> None:
@@ -87,7 +89,8 @@ class Depot:
             if other is not None:
                 self._means.say(
                     f"another job writes to {storage.url} (process {other.pid} on {other.host}): "
-                    "as long as it does, this one can read there, but nothing that it saves stays"
+                    "as long as it does, this one can read there, but nothing that it saves stays",
+                    Level.WARNING,
                 )
             elif await self._means.urgently(self._claim.is_held, storage):
                 self._keep_claim(storage)
@@ -104,7 +107,22 @@ class Depot:
             take = functools.partial(self._claim.take, fenced)
             await self._means.quietly(persistently, what, take, self._patience, self._stop)
             self._keep_claim(storage)
+        if not self._is_in_order:
+            await self._put_in_order(storage)
         return storage
+
+    async def _put_in_order(self, storage: Storage) -> None:
+        """Finish what a node has left that died while it gave a checkpoint its name."""
+        # Writing goes on in any case: a commit does the same for its step, and says what fails.
+        order = functools.partial(put_in_order, storage, self.series, self.fence())
+        try:
+            notes = await self._means.quietly(order)
+        except (HoldfastError, OSError) as exc:
+            self._means.say(f"names in {storage.url} are not in order yet: {exc}", Level.DEBUG)
+            return
+        for note in notes or ():
+            self._means.say(note)
+        self._is_in_order = notes is not None
 
     def _keep_claim(self, storage: Storage) -> None:
         is_kept = self._renewing is not None and not self._renewing.done()
@@ -188,7 +206,6 @@ class Depot:
             began = loop.time()
             written += await self._means.quietly(write, path)
             tally.written(loop.time() - began)
-            self._is_failing = False
         return tuple(written)
 
     async def commit(self, order: c.CommitOrder, fence: Callable[[], None]) -> None:
@@ -205,6 +222,7 @@ class Depot:
             stop=self._stop,
             fence=fence,
         )
+        # Not sooner: where only commits fail, it would be said again at every attempt.
         self._is_failing = False
         for note in notes:
             self._means.say(note)
@@ -214,9 +232,12 @@ class Depot:
         storage = await self._open()
         await self._means.quietly(abandon, storage, attempt)
 
-    async def apply_retention(self) -> None:
-        """Remove what the rules of the series do not keep, and what dead attempts left."""
-        storage = FencedStorage(await self._open(), self.fence())
+    async def apply_retention(self, fence: Callable[[], None]) -> None:
+        """Remove what the rules of the series do not keep, and what dead attempts left.
+
+        `fence` raises FencedError once this node must not.
+        """
+        storage = FencedStorage(await self._open(), fence)
         await self._means.quietly(apply_retention, storage, self.series)
         # No attempt lives for as long as what is removed here has not been touched.
         await self._means.quietly(clean_leftovers, storage, ())

@@ -21,7 +21,7 @@ class TallyBook:
         self._waited_s = 0.0
         #: Of versions that not all workers of this node have sealed: the longest wait.
         self._waits: dict[Version, float] = {}
-        self._step, self._saved_at = -1, 0.0
+        self._directory, self._step, self._saved_at = "", -1, 0.0
         self._restored: Counter[str] = Counter()
         self._written_s = 0.0
         self._failed, self._failed_step, self._failed_why = 0, -1, ""
@@ -31,17 +31,25 @@ class TallyBook:
         """A worker has sealed a part; the training waited so long for it."""
         self._waits[version] = max(waited_s, self._waits.get(version, 0.0))
 
-    def saved(self, step: SavedStep, *, is_first_node: bool, is_in_memory: bool = True) -> None:
+    def saved(
+        self, directory: str, step: SavedStep, *, is_first_node: bool, is_in_memory: bool = True
+    ) -> None:
         """All workers of this node have. The first node of a world counts its saves.
 
         What went through the disk is not in memory: that it reaches storage is counted there.
         """
         if is_in_memory:
+            self._directory = directory
             self._step, self._saved_at = step.version.step, self._now()
         if is_in_memory and is_first_node:
             self._saves += 1
             self._waited_s += self._waits.get(step.version, 0.0)
         self._waits = {v: waited_s for v, waited_s in self._waits.items() if v > step.version}
+
+    def went_back(self, directory: str, version: Version) -> None:
+        """All ranks go on from this version: what was saved after it cannot be gone back to."""
+        if directory == self._directory:
+            self._step = min(self._step, version.step)
 
     def failed(self, step: int, why: str) -> None:
         """A worker could not save a step; the others of this node may say so too."""
@@ -63,7 +71,7 @@ class TallyBook:
 
     def read(self) -> Tally | None:
         """The numbers now; None if there is nothing to tell."""
-        if self._step < 0 and not (self.written_bytes or self._restored or self._failed):
+        if not (self._directory or self.written_bytes or self._restored or self._failed):
             return None
         return Tally(
             saves=self._saves,

@@ -35,7 +35,7 @@ from holdfast.model.errors import (
 )
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Level, Say
 from holdfast.runtime.settings import disk_dir, memory_dir
 from holdfast.runtime.tls import new_identity
 from holdfast.runtime.transport import Link
@@ -117,7 +117,7 @@ class Vault:
         try:
             return PeerServer(host, token, tls, Shelf(self._means, self._memory))
         except StateError as exc:
-            self._means.say(f"other nodes cannot fetch checkpoints from here: {exc}")
+            self._means.say(f"other nodes cannot fetch checkpoints from here: {exc}", Level.WARNING)
             return None
 
     @property
@@ -315,16 +315,18 @@ class Vault:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(self._flush_one(keeper) for keeper in keepers))
         except TimeoutError:
-            self._means.say(f"not every checkpoint reached storage within {timeout_s:g} s")
+            self._means.say(
+                f"not every checkpoint reached storage within {timeout_s:g} s", Level.ERROR
+            )
 
     async def _flush_one(self, keeper: SeriesKeeper) -> None:
         try:
             state = await keeper.persister.flush()
         except HoldfastError as exc:
-            self._means.say(f"nothing more goes to {keeper.series.directory}: {exc}")
+            self._means.say(f"nothing more goes to {keeper.series.directory}: {exc}", Level.ERROR)
             return
         if state.problem:
-            self._means.say(f"{keeper.series.directory}: {state.problem}")
+            self._means.say(f"{keeper.series.directory}: {state.problem}", Level.WARNING)
 
     async def close(self) -> None:
         """End: what is not on storage or on other nodes by now is gone."""

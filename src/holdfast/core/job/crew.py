@@ -13,6 +13,9 @@ class Crew:
 
     def __init__(self) -> None:
         self.world: World | None = None
+        #: Whether this master began with a world of an earlier one: what its nodes told that one
+        #: and need not tell again is not known.
+        self.began_with_world = False
         #: Nodes with a stream.
         self.present: set[NodeId] = set()
         #: Nodes without one that may come back.
@@ -41,16 +44,20 @@ class Crew:
 
     def found(self, world: World) -> None:
         """A restarted master knows this world, but not yet who of it is still there."""
+        self.began_with_world = True
+        self._is_now(world)
+
+    def formed(self, world: World) -> None:
+        """Only nodes that are there become members of a world."""
+        self._is_now(world)
+        self.present.update(self.index)
+
+    def _is_now(self, world: World) -> None:
         self.world = world
         self.index = {member.node_id: i for i, member in enumerate(world.members)}
         self._first_rank = world.rank_offsets()
         self._ring = None
         self._known.update((member.node_id, member) for member in world.members)
-
-    def formed(self, world: World) -> None:
-        """Only nodes that are there become members of a world."""
-        self.found(world)
-        self.present.update(self.index)
 
     def expected(self, node_id: NodeId) -> None:
         """The node is not there now, but is not lost either."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all nodes of a job together ask for, and how much of its limits that leaves.
+"""What all nodes of a job together ask for, how much of its limits that leaves, and whether a plan
+can be done.
 
 Of every rank that shall have a node one counts: the newest, with what the rank is launched with
 from now on. A node that is about to go does not count, and no rank that was given up.
@@ -19,6 +20,11 @@ NO_CHANGE = Plan(plan_id="")
 STAYS = Move(node_id=NOBODY)
 
 
+Judge = Callable[[Plan], str | Resources]
+"""Why a plan cannot be done, or how much more the nodes ask for by it. Of a plan for another's
+nodes: nothing more."""
+
+
 class Demand:
     """The sum over those who ask, against the limits of the job.
 
@@ -28,22 +34,31 @@ class Demand:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._askers: list[Callable[[], Resources]] = []
+        self._judges: list[Judge] = []
 
-    def count(self, asker: Callable[[], Resources]) -> None:
-        """Count what this one asks for, too."""
+    def count(self, asker: Callable[[], Resources], judge: Judge) -> None:
+        """Count what this one asks for, too, and hear it about plans."""
         self._askers.append(asker)
+        self._judges.append(judge)
 
     def follow(self, plan: Plan) -> None:
         """Go by the limits that a plan brings, if it does."""
         if plan.limits is not None:
             self.limits = plan.limits
 
-    def refusal(self, before: Resources, after: Resources) -> str:
-        """Why one of those who ask may not ask for `after` instead of `before`; empty if it may."""
+    def refusal(self, plan: Plan) -> str:
+        """Why the plan, with its parts for other roles, cannot be done; empty if it can."""
+        more = NOTHING
+        for part in (plan, *plan.others):
+            for judge in self._judges:
+                judged = judge(part)
+                if isinstance(judged, str):
+                    return judged
+                more += judged
         if self.limits == NO_LIMITS:
             return ""
         total = self._total()
-        return self.limits.refusal(total.less(before) + after, total)
+        return self.limits.refusal(total + more, total)
 
     def memory_left_mib(self) -> int | None:
         """How much more memory may be asked for; None: any amount."""
@@ -104,11 +119,6 @@ def of_places(table: RoleTable, spec: JobSpec, plan: Plan = NO_CHANGE) -> Resour
             gpus=role.node_gpus,
         )
     return total
-
-
-def over_limits(plan: Plan, table: RoleTable, spec: JobSpec, demand: Demand) -> str:
-    """Why a plan for nodes without agents asks for too much; empty if it does not."""
-    return demand.refusal(of_places(table, spec), of_places(table, spec, plan))
 
 
 def _places(table: RoleTable, plan: Plan) -> Collection[Place]:

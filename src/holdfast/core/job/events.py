@@ -11,6 +11,7 @@ from holdfast.core.job.plan_events import JoinClockSet as JoinClockSet
 from holdfast.core.job.plan_events import MemoryRaised as MemoryRaised
 from holdfast.core.job.plan_events import NodesLeaving as NodesLeaving
 from holdfast.core.job.plan_events import PlanAsked as PlanAsked
+from holdfast.core.job.plan_events import PlanPartAgreed as PlanPartAgreed
 from holdfast.core.job.plan_events import PlanSettled as PlanSettled
 from holdfast.core.job.plan_events import RankGivenUp as RankGivenUp
 from holdfast.core.job.plan_events import RulesChanged as RulesChanged

@@ -20,6 +20,7 @@ from holdfast.model.ids import NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.node import Phase
 from holdfast.model.order import Plan
+from holdfast.model.resources import NOTHING, Resources
 
 
 class Fleet:
@@ -29,7 +30,7 @@ class Fleet:
         self._spec = spec
         self._table = table
         self._demand = demand
-        demand.count(lambda: of_ranks(table, spec, table.wanted.ranks))
+        demand.count(lambda: of_ranks(table, spec, table.wanted.ranks), self._judge)
         self.orders = Orders(spec, table)
         self.losses = Losses(spec, table, demand, self.orders)
         self._ended = False
@@ -78,21 +79,31 @@ class Fleet:
         self._demand.follow(plan)
         settled = table.wanted.plans.get(plan.plan_id)
         if settled is None:
-            change = scaling.change_for(
-                plan, table, self._spec, self._demand, self.departures.world
-            )
-            if self._ended:
-                change = "the job has ended"
-            if isinstance(change, scaling.Change):
-                self._carry_out(outcome, plan, change, now)
-                settled = rec.PlanSettled(plan.plan_id, ok=True, text=change.text)
-            else:
-                settled = rec.PlanSettled(plan.plan_id, ok=False, text=change)
+            refusal = "the job has ended" if self._ended else self._demand.refusal(plan)
+            text = refusal or self.carry_out(outcome, plan, now)
+            settled = rec.PlanSettled(plan.plan_id, ok=not refusal, text=text)
             table.commit(outcome, settled)
         outcome.facts.append(ev.PlanSettled(settled.plan_id, settled.ok, settled.text))
         outcome.commands.append(AnswerPlan(settled.plan_id, settled.ok, settled.text))
 
-    def _carry_out(self, outcome: Outcome, plan: Plan, change: scaling.Change, now: float) -> None:
+    def _change(self, plan: Plan) -> scaling.Change | str:
+        return scaling.change_for(plan, self._table, self._spec, self.departures.world)
+
+    def _judge(self, plan: Plan) -> str | Resources:
+        if plan.role in self._spec.roles:
+            return NOTHING
+        change = self._change(plan)
+        return change if isinstance(change, str) else change.asks_more
+
+    def carry_out(self, outcome: Outcome, plan: Plan, now: float) -> str:
+        """Do what can be done, and have others do their parts: what was done, in words."""
+        change = self._change(plan)
+        assert isinstance(change, scaling.Change), f"{plan} was agreed to, but {change}"
+        self._change_to(outcome, plan, change, now)
+        outcome.facts.extend(map(ev.PlanPartAgreed, plan.others))
+        return change.text
+
+    def _change_to(self, outcome: Outcome, plan: Plan, change: scaling.Change, now: float) -> None:
         table, wanted = self._table, self._table.wanted
         was_suspended = wanted.suspended
         suspended = was_suspended if plan.suspend is None else plan.suspend

@@ -34,7 +34,6 @@ NEWS = (
     ev.HostAvoided,
     ev.GroupMoved,
     ev.RankGivenUp,
-    ev.FirstStepLate,
     ev.IncidentClosed,
     ev.AttemptOpened,
     ev.CopyFailed,
@@ -125,6 +124,7 @@ def build(spec: JobSpec, job: str) -> JobCore:
     core.route(ev.WorldFormed, nodes, sync, verdicts, progress, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldFound, nodes, verdicts, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldStarted, progress, verdicts)
+    core.route(ev.FirstStepLate, progress)
     core.route(ev.FirstStepMade, verdicts, nodes)  # budgets come back; who shall go may go
     core.route(ev.WorldDone, checkpoints)  # the end waits for what is on its way to storage
     core.route(ev.WorkSettled, verdicts)
@@ -149,6 +149,7 @@ def _route_plans(job: JobCore) -> None:
     core = job.core
     core.route(ev.StopRequested, job.verdicts)
     core.route(ev.PlanAsked, job.nodes, job.roles)
+    core.route(ev.PlanPartAgreed, job.nodes, job.roles)
     core.route(ev.RulesChanged, job.verdicts, job.rendezvous)
     core.route(ev.JobSuspended, job.verdicts, job.progress, job.roles)
     core.route(ev.JobResumed, job.progress, job.rendezvous, job.nodes, job.roles)

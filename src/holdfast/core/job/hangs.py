@@ -12,7 +12,9 @@ How long a pause may be, unless the user says it in seconds:
   most `PATIENT_S` more than it; at least `FLOOR_S`, and `PATIENT_S` while the job is young, because
   its first evaluation or save may still be ahead.
 - A round whose first step does not come within `first_step_s` is said to be late. It is restarted
-  only if the job has made steps before: a script that never reports any may be at work.
+  only if the job has made steps before: a script that never reports any may be at work. It is
+  restarted once: if the next round makes no step either, what is left to do may be an evaluation
+  or an export, and a restart would only begin it again.
 - After a hang the place where it happened gets `FACTOR` times as long, until it is passed. So a
   pause that was taken for a hang is interrupted a few times at most, and known from then on.
 """
@@ -126,12 +128,13 @@ class Hangs:
         has_stepped = self._known.first_step_at >= 0 and not any(
             said.steps for said in self._said.values()
         )
-        if not has_stepped or self._asked_s == math.inf:
+        if not has_stepped or self._asked_s == math.inf or self._known.was_late:
             return Outcome(facts=[ev.FirstStepLate(self._round, self._first_step_s)])
         message = f"no worker has made its first step in {self._first_step_s:.0f} s"
         outcome = Outcome(
             facts=[ev.WorldHurt(self._round, ExitReason.STALLED, message, NodeRank(-1), None, -1.0)]
         )
+        commit(self, outcome, replace(self._known, was_late=True))
         self._watch_nobody()
         return outcome
 
@@ -145,6 +148,8 @@ class Hangs:
         outcome = Outcome()
         if self._known.first_step_at < 0:
             commit(self, outcome, replace(self._known, first_step_at=now))
+        if self._known.was_late:
+            commit(self, outcome, replace(self._known, was_late=False))
         quiet_s = min(beat.last_step_ago_s, now - said.since)
         if said.steps == 0:
             said.made = beat.steps

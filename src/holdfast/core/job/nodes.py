@@ -71,6 +71,8 @@ class Nodes:
                 self._stopped(outcome, event.node_id)
             case ev.PlanAsked() if event.plan.role not in self._spec.roles:
                 self._fleet.ask(outcome, event.plan, now)
+            case ev.PlanPartAgreed() if event.part.role not in self._spec.roles:
+                self._fleet.carry_out(outcome, event.part, now)
             case Tick():
                 self._fleet.tick(outcome, now)
             case _:
@@ -152,8 +154,10 @@ class Nodes:
         outcome.commands.append(Reply(event.link, event.call, welcome))
         if self._ended is not None:
             outcome.commands.append(Push(node.node_id, _farewell(self._ended)))
-        if self._ended is not None or behind:
+        if behind or (self._ended is not None and known is None):
             return
+        # One that comes back to a new master after the end may still have to bring its memory to
+        # storage: it is there, for who is to write.
         outcome.facts.append(
             ev.NodeReady(
                 _member(node, attach),

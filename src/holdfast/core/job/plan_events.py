@@ -18,6 +18,13 @@ class PlanAsked(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class PlanPartAgreed(Event):
+    """A plan is carried out, of which this is the part for another role."""
+
+    part: Plan
+
+
+@dataclass(frozen=True, slots=True)
 class RulesChanged(Event):
     """A plan changed the size of the job."""
 

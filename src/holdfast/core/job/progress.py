@@ -49,6 +49,9 @@ class _Heard:
     """When all nodes had asked."""
     loaded_at: float = -1.0
     """When all had a checkpoint at hand, or knew that there is none."""
+    stepless_from: float = -1.0
+    """Since when this round of a job that has stepped is taken to work without a step, as in its
+    last evaluation."""
 
 
 class Progress:
@@ -89,11 +92,9 @@ class Progress:
             case ev.WorldStarted() if self._use is Use.RESTART:
                 return self._started(now)
             case Tick() if self._is_stepless(now):
-                # All that is known of such a script is that its workers run: that is its work.
-                outcome = Outcome()
-                self._settle(outcome, now, Use.PRODUCTIVE)
-                outcome.add(self._enter(Use.PRODUCTIVE, now))
-                return outcome
+                return self._works_without_steps(now)
+            case ev.FirstStepLate():
+                return self._late(event, now)
             case ev.CheckpointRequested() | ev.RestoreAgreed():
                 self._restoring(event, now)
             case ev.JobOpened() if self._until is None:
@@ -113,19 +114,34 @@ class Progress:
                 if event.ok and self._use is Use.START:
                     # A script that reports no step came to its end: it did work.
                     self._settle(outcome, now, Use.PRODUCTIVE)
+                if event.ok:
+                    self._close_late(outcome)
                 outcome.add(self._enter(Use.IDLE, now))
                 self._ended = True
                 return outcome
         return NOTHING
 
     def deadline(self) -> float | None:
-        if self._use is not Use.START or self._until is None or self._ended:
+        if self._until is None or self._ended:
             return None
-        return self._until + STEPLESS_S
+        since = _stepless_since(self._use, self._until, self._heard)
+        return None if since is None else since + STEPLESS_S
 
     def _is_stepless(self, now: float) -> bool:
         at = self.deadline()
         return at is not None and at <= now
+
+    def _works_without_steps(self, now: float) -> Outcome:
+        """All that is known of such a script is that its workers run: that is its work."""
+        if self._use is Use.RESTORE:
+            # The job has stepped: this round only evaluates or exports, or its steps come late.
+            at = self._heard.stepless_from = max(self._until or 0.0, self._heard.loaded_at)
+            return self._enter(Use.PRODUCTIVE, at)
+        outcome = Outcome()
+        self._settle(outcome, now, Use.PRODUCTIVE)
+        self._close_late(outcome)
+        outcome.add(self._enter(Use.PRODUCTIVE, now))
+        return outcome
 
     def _has_stepped(self) -> bool:
         return self._heard.steps > 0 or self._steps_before > 0
@@ -170,6 +186,8 @@ class Progress:
             outcome.facts.append(ev.FirstStepMade(self._round, at))
         elif not has_stepped and heard.first_step_at >= 0:
             self._was_not_stepless(outcome, heard.first_step_at)
+        elif heard.stepless_from >= 0 and heard.first_step_at >= 0:
+            self._was_restoring(outcome, heard)
         if beat.step >= 0:
             if heard.step < 0:
                 self._count_loss(outcome, first_step=beat.step - beat.steps + 1)
@@ -183,9 +201,45 @@ class Progress:
         assert self._until is not None
         start_s = self._spent[Use.PRODUCTIVE] - max(0.0, self._until - first_step_at)
         if start_s > 0:
-            commit(self, outcome, rec.TimeSpent(Use.PRODUCTIVE, -start_s, self._until))
-            commit(self, outcome, rec.TimeSpent(Use.START, start_s, self._until))
+            self._move(outcome, start_s, Use.PRODUCTIVE, Use.START)
         outcome.facts.append(ev.FirstStepMade(self._round, first_step_at))
+        note = self._newest_incident()
+        if note is not None and note.restore_s < 0:  # That of `_late`.
+            # Of its round only: the job may have worked without steps in others before.
+            in_round_s = first_step_at - note.at_s + max(note.late_s, 0.0)
+            changed = replace(note, restore_s=max(0.0, min(start_s, in_round_s)))
+            commit(self, outcome, changed)
+            outcome.facts.append(_closed(changed))
+
+    def _was_restoring(self, outcome: Outcome, heard: _Heard) -> None:
+        """A round that was taken to work without steps has made one: it was on its way to it."""
+        self._settle(outcome, heard.first_step_at, Use.PRODUCTIVE)
+        restore_s = max(0.0, heard.first_step_at - heard.stepless_from)
+        heard.stepless_from = -1.0
+        self._move(outcome, restore_s, Use.PRODUCTIVE, Use.RESTORE)
+        outcome.facts.append(ev.FirstStepMade(self._round, heard.first_step_at))
+        note = next((n for n in reversed(self._incidents.values()) if n.round < self._round), None)
+        if note is not None and note.restore_s >= 0:
+            commit(self, outcome, replace(note, restore_s=note.restore_s + restore_s))
+
+    def _late(self, event: ev.FirstStepLate, now: float) -> Outcome:
+        """The workers are left alone, but people must see it, unless an incident is open anyway."""
+        newest = self._newest_incident()
+        if newest is not None and newest.restore_s < 0:
+            return NOTHING
+        reason = f"no first step within {event.waited_s:.0f} s"
+        has_stepped = self._has_stepped()  # Some workers have, but not all.
+        restore_s = 0.0 if has_stepped else -1.0
+        note = rec.IncidentNoted(self._next_incident(), event.round, now, reason, -1, 0.0)
+        outcome = Outcome()
+        commit(self, outcome, replace(note, restore_s=restore_s, late_s=event.waited_s))
+        return outcome
+
+    def _close_late(self, outcome: Outcome) -> None:
+        """No first step is waited for any more, and nothing had to be recovered."""
+        note = self._newest_incident()
+        if note is not None and note.restore_s < 0 and note.late_s >= 0:
+            commit(self, outcome, replace(note, restore_s=0.0))
 
     def _count_loss(self, outcome: Outcome, first_step: int) -> None:
         """Steps that the new world does again were not productive the first time."""
@@ -194,9 +248,7 @@ class Progress:
         again = self._step + 1 - first_step
         if self._step >= 0 and again > 0:
             lost_s = min(again * self._step_price_s, self._spent[Use.PRODUCTIVE])
-            assert self._until is not None
-            commit(self, outcome, rec.TimeSpent(Use.PRODUCTIVE, -lost_s, self._until))
-            commit(self, outcome, rec.TimeSpent(Use.LOST, lost_s, self._until))
+            self._move(outcome, lost_s, Use.PRODUCTIVE, Use.LOST)
         # Steps after the last beat of the round before were made, or this one began elsewhere.
         unheard = -again if self._step >= 0 and again < 0 else 0
         if unheard * self._step_price_s > UNHEARD_STEPS_S or self._step_price_s == 0:
@@ -210,6 +262,7 @@ class Progress:
         detect_s = self._stop_productive(outcome, now, event.last_step_ago_s)
         if self._is_suspended:
             # People asked for it: that is no incident.
+            self._close_late(outcome)
             commit(self, outcome, rec.StageEntered(Use.IDLE, self._round))
             return outcome
         note = rec.IncidentNoted(
@@ -228,17 +281,17 @@ class Progress:
     def _next_incident(self) -> int:
         return max(self._incidents, default=0) + 1
 
+    def _newest_incident(self) -> rec.IncidentNoted | None:
+        return self._incidents.get(max(self._incidents, default=0))
+
     def _exact_detect(self, last_step_ago_s: float, now: float) -> Outcome:
         """A lost node cannot say when it stepped last, but those who stepped with it can."""
-        note = self._incidents.get(max(self._incidents, default=0))
+        note = self._newest_incident()
         if note is None or not note.estimated or last_step_ago_s < 0:
             return NOTHING
         detect_s = min(max(note.at_s - (now - last_step_ago_s), 0.0), note.detect_s)
         outcome = Outcome()
-        assert self._until is not None
-        excess_s = note.detect_s - detect_s
-        commit(self, outcome, rec.TimeSpent(Use.DETECT, -excess_s, self._until))
-        commit(self, outcome, rec.TimeSpent(Use.PRODUCTIVE, excess_s, self._until))
+        self._move(outcome, note.detect_s - detect_s, Use.DETECT, Use.PRODUCTIVE)
         commit(self, outcome, replace(note, detect_s=detect_s, estimated=False))
         return outcome
 
@@ -249,6 +302,10 @@ class Progress:
             return 0.0
         if not self._has_stepped():
             self._settle(outcome, now, Use.PRODUCTIVE)
+            return 0.0
+        if self._heard.stepless_from >= 0 and last_step_ago_s < 0:
+            # Whatever this round did without a step, the next one does again.
+            self._settle(outcome, now, Use.LOST)
             return 0.0
         assert self._until is not None
         last_step_at = now - last_step_ago_s if last_step_ago_s >= 0 else self._heard.last_step_at
@@ -284,7 +341,7 @@ class Progress:
         outcome = Outcome()
         began_at = self._until or 0.0
         took_s = self._settle(outcome, at, self._use)
-        note = self._incidents.get(max(self._incidents, default=0))
+        note = self._newest_incident()
         if note is not None and note.restore_s < 0:
             changed = _with_stage(note, self._use, took_s)
             if use is Use.PRODUCTIVE and changed.restore_s < 0:
@@ -308,6 +365,12 @@ class Progress:
         if seconds > 0:
             commit(self, outcome, rec.TimeSpent(use, seconds, self._until + seconds))
         return seconds
+
+    def _move(self, outcome: Outcome, seconds: float, before: Use, now: Use) -> None:
+        """Seconds that were attributed already turn out to have had another use."""
+        assert self._until is not None
+        commit(self, outcome, rec.TimeSpent(before, -seconds, self._until))
+        commit(self, outcome, rec.TimeSpent(now, seconds, self._until))
 
     # ---- durable state --------------------------------------------------------------------------
 
@@ -336,6 +399,14 @@ class Progress:
         yield rec.StageEntered(self._use, self._round)
         yield from self._incidents.values()
 
+    def incident_of(self, round: int, *, late: bool = False) -> int:
+        """The number of the incident that ended this round, or that its late first step is; 0 if
+        there is none."""
+        for note in reversed(self._incidents.values()):
+            if note.round == round and (note.late_s >= 0) == late:
+                return note.number
+        return 0
+
     def view(self, now: float, saved_step: int = -1) -> dict[str, object]:
         """Steps, goodput and the story of every incident.
 
@@ -352,15 +423,18 @@ class Progress:
         incidents = [_view(note) for note in self._incidents.values()]
         for incident in incidents[:-1]:
             incident["closed"] = True  # Another one followed, whatever came of it.
-        if incidents and not incidents[-1]["closed"]:
-            incidents[-1] |= self._open_incident(now, stage_s)
+        newest = self._newest_incident()
+        if newest is not None and not incidents[-1]["closed"]:
+            is_open = _open_incident(newest, self._use, self._heard, now, stage_s)
+            incidents[-1] |= {"closed": True} if self._ended else is_open
+        is_stepping = self._use is Use.PRODUCTIVE and not self._ended
         # What was saved may count something else than optimizer steps.
         step = max(reached if reached >= 0 else self._heard.saved, saved_step)
         return {
             "step": step,
             "step_age_s": round(now - last_step_at, 3) if last_step_at >= 0 else -1.0,
             "steps_total": self._steps_before + self._heard.steps,
-            **self._speed(now),
+            **_speed(self._heard, now, is_stepping=is_stepping),
             "stage": str(self._use),
             "stage_s": round(stage_s, 3),
             "seconds": {str(use): round(seconds, 3) for use, seconds in spent.items()},
@@ -368,37 +442,48 @@ class Progress:
             "incidents": incidents,
         }
 
-    def _speed(self, now: float) -> dict[str, object]:
-        """How fast it goes, and for how long it still will, where that is known."""
-        heard, is_stepping = self._heard, self._use is Use.PRODUCTIVE and not self._ended
-        per_s = heard.pace.per_s(now) if is_stepping else None
-        own_per_s = heard.own_pace.per_s(now) if is_stepping else None
-        left_s = None
-        if heard.total > 0 and own_per_s:
-            left_s = round(max(0, heard.total - heard.step) / own_per_s, 1)
-        return {
-            "steps_per_s": None if per_s is None else round(per_s, 4),
-            "steps_wanted": heard.total,
-            "left_s": left_s,
-        }
 
-    def _open_incident(self, now: float, stage_s: float) -> dict[str, object]:
-        """What the newest incident is at, and how long nothing has been trained."""
-        if self._ended:
-            return {"closed": True}
-        note, heard = self._incidents[max(self._incidents)], self._heard
-        part = ""
-        if self._use in (Use.START, Use.RESTORE) and self._nodes > 0 and heard.asked:
-            part = "import" if heard.imported_at < 0 else "load"
-            part = part if heard.loaded_at < 0 else "first step"
-        open_s = round(now - note.at_s + max(note.detect_s, 0.0), 3)
-        return {
-            "stage": str(self._use),
-            "part": part,
-            "stage_s": round(stage_s, 3),
-            "open_s": open_s,
-            "recovery_s": open_s,
-        }
+def _speed(heard: _Heard, now: float, *, is_stepping: bool) -> dict[str, object]:
+    """How fast it goes, and for how long it still will, where that is known."""
+    per_s = heard.pace.per_s(now) if is_stepping else None
+    own_per_s = heard.own_pace.per_s(now) if is_stepping else None
+    left_s = None
+    if heard.total > 0 and own_per_s:
+        left_s = round(max(0, heard.total - heard.step) / own_per_s, 1)
+    return {
+        "steps_per_s": None if per_s is None else round(per_s, 4),
+        "steps_wanted": heard.total,
+        "left_s": left_s,
+    }
+
+
+def _open_incident(
+    note: rec.IncidentNoted, use: Use, heard: _Heard, now: float, stage_s: float
+) -> dict[str, object]:
+    """What the newest incident is at, and how long nothing has been trained."""
+    part = ""
+    if use in (Use.START, Use.RESTORE) and heard.asked:
+        part = "import" if heard.imported_at < 0 else "load"
+        part = part if heard.loaded_at < 0 else "first step"
+    open_s = round(now - note.at_s + max(note.detect_s, note.late_s, 0.0), 3)
+    return {
+        "stage": str(use),
+        "part": part,
+        "stage_s": round(stage_s, 3),
+        "open_s": open_s,
+        "recovery_s": open_s,
+    }
+
+
+def _stepless_since(use: Use, until: float, heard: _Heard) -> float | None:
+    """Since when workers run that may be at work without any step; None if they are not yet."""
+    if use is Use.START:
+        return until
+    # Loading may take long. Ranks that have not asked for a checkpoint do not load, or have loaded
+    # under an earlier master.
+    if use is Use.RESTORE and (heard.loaded_at >= 0 or not heard.asked):
+        return max(until, heard.loaded_at)
+    return None
 
 
 def _with_stage(note: rec.IncidentNoted, use: Use, took_s: float) -> rec.IncidentNoted:
@@ -461,4 +546,5 @@ def _view(note: rec.IncidentNoted) -> dict[str, object]:
         "restore_parts": {name: round(seconds, 3) for name, seconds in parts.items()},
         "recovery_s": round(sum(known.values()), 3),
         "closed": note.restore_s >= 0,
+        "late": note.late_s >= 0,
     }

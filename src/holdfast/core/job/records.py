@@ -300,6 +300,8 @@ class IncidentNoted(Record, frozen=True):
     """Of `restore_s`: until the workers of every node asked for a checkpoint; -1 if not known."""
     load_s: float = -1.0
     """Of `restore_s`: from there until all had it at hand."""
+    late_s: float = -1.0
+    """For how long the round had been without a first step; -1 for what ended a round."""
 
 
 class PatienceSet(Record, frozen=True):
@@ -314,6 +316,8 @@ class PatienceSet(Record, frozen=True):
     """The last step before it by the script's own count, -1 if it has none."""
     hung_after: int = 0
     """How many steps of the round came before it."""
+    was_late: bool = False
+    """Whether a round was restarted for want of a first step, and none has been made since."""
 
 
 class CheckpointCommitted(Record, frozen=True):

@@ -129,6 +129,8 @@ class Rendezvous:
         if event.round in (0, self._state.round):
             self._muster.stopped(member.node_id)
         outcome = Outcome()
+        if self._ended:
+            return outcome  # It has been told of that, and stops its workers by itself.
         if self._state.holds(member):
             if self._state.broken:
                 outcome.commands.append(Push(member.node_id, self._state.stop_work()))

@@ -31,6 +31,8 @@ class Replication:
         self.safe = NONE
         #: The last that was safe in a round before; it may be what the next one restores.
         self._was_safe = NONE
+        #: Whether the ranks have agreed on a version: copies of before that matter no more.
+        self._is_restored = False
         #: Why the newest version has no copies; empty while all is well.
         self.problem = ""
         #: What is being waited for, and who has copied it.
@@ -93,6 +95,7 @@ class Replication:
 
     def restored(self, version: Version) -> None:
         """All ranks go on from this version: a newer one of before is void."""
+        self._is_restored = True
         if version < self._was_safe:
             self._was_safe = NONE
 
@@ -100,6 +103,13 @@ class Replication:
     def newest_safe(self) -> Version:
         """For people: the newest that is safe, or that was so before an incident."""
         return max(self.safe, self._was_safe)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether that is so now, and not of before an incident or a restart of the master."""
+        if self.newest_safe == NONE:
+            return self._is_restored or not self._crew.began_with_world
+        return self.safe == self.newest_safe
 
     def _is_over(self, version: Version) -> bool:
         return version < self._version or version <= self._given_up

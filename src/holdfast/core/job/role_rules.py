@@ -214,6 +214,8 @@ def problem_of(plan: Plan, table: RoleTable, asked: RoleSpec) -> str:
     """Why the plan cannot be done; empty if it can."""
     if asked.holds_variables and (problem := _problem_of_servers(plan, table)):
         return problem
+    if plan.migrate and (table.is_suspended or plan.suspend):
+        return f"a suspended job has no nodes to move: {_other_resources(plan.role)}, and resume it"
     left = len(table.wanted_of(plan.role)) if plan.nodes is None else plan.nodes
     left -= len(set(plan.remove))
     if left < 1 and (plan.nodes is not None or plan.remove):
@@ -243,18 +245,23 @@ def _problem_of_servers(plan: Plan, table: RoleTable) -> str:
         return ""
     if plan.migrate:
         return (
-            f"a node of role {role} cannot be moved while the job runs: the variables in its "
-            f"memory would be lost. {_INSTEAD}"
+            f"a node of role {role} cannot be moved: the variables in its memory would be lost. "
+            f"{_INSTEAD.format(_other_resources(role))}"
         )
     if plan.nodes is not None and plan.nodes != now:
         return (
             f"the number of {role} nodes cannot change while the job runs: its nodes were started "
-            f"with the addresses of {now}. {_INSTEAD}"
+            f"with the addresses of {now}. {_INSTEAD.format('change this')}"
         )
     return ""
 
 
-_INSTEAD = "Save a checkpoint, suspend the job, change this, and resume it"
+_INSTEAD = "Save a checkpoint, suspend the job, {}, and resume it"
+
+
+def _other_resources(role: str) -> str:
+    """What to do in place of a move, which goes for the whole role."""
+    return f"give `resource` for role {role}"
 
 
 def asked_by(plan: Plan, table: RoleTable) -> rec.RoleAsked:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from holdfast.core.job import events as ev
 from holdfast.core.job import role_records as rec
 from holdfast.core.job.commands import AnswerPlan, LaunchNode, RemoveNode
-from holdfast.core.job.demand import Demand, described, of_places, over_limits
+from holdfast.core.job.demand import Demand, described, of_places
 from holdfast.core.job.launch_queue import LaunchQueue
 from holdfast.core.job.pending import LOOK_S
 from holdfast.core.job.role_rules import (
@@ -36,6 +36,8 @@ from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.order import WORKER, Plan
+from holdfast.model.resources import NOTHING as NO_MORE
+from holdfast.model.resources import Resources
 from holdfast.model.role import RoleSpec
 
 FIRST_NODE_ID = 1_000_000
@@ -48,7 +50,7 @@ class Roles:
     def __init__(self, spec: JobSpec, demand: Demand) -> None:
         self._spec = spec
         self._demand = demand
-        demand.count(lambda: of_places(self._table, spec))
+        demand.count(lambda: of_places(self._table, spec), self._judge)
         first = spec.first_node_id if WORKER in spec.roles else FIRST_NODE_ID + spec.first_node_id
         self._table = RoleTable(first)
         #: A queue for each role, because their ranks count from 0 each.
@@ -69,6 +71,10 @@ class Roles:
                 return self._look(now)
             case ev.PlanAsked() if event.plan.role in self._spec.roles:
                 return self._plan(event.plan, now)
+            case ev.PlanPartAgreed() if event.part.role in self._spec.roles:
+                outcome = Outcome()
+                self._carry_out(outcome, event.part, now)
+                return outcome
             case ev.JobSuspended() if WORKER not in self._spec.roles:
                 return self._suspend()
             case ev.JobResumed() if WORKER not in self._spec.roles and not event.stopped:
@@ -202,11 +208,7 @@ class Roles:
         self._demand.follow(plan)
         settled = self._table.settled.get(plan.plan_id)
         if settled is None:
-            asked = self._spec.roles[plan.role]
-            problem = problem_of(plan, self._table, asked) or over_limits(
-                plan, self._table, self._spec, self._demand
-            )
-            problem = "the job is over" if self._is_over else problem
+            problem = "the job is over" if self._is_over else self._demand.refusal(plan)
             if not problem:
                 self._carry_out(outcome, plan, now)
             text = problem or "it is done"
@@ -216,7 +218,16 @@ class Roles:
         outcome.commands.append(AnswerPlan(settled.plan_id, settled.ok, settled.text))
         return outcome
 
+    def _judge(self, plan: Plan) -> str | Resources:
+        if plan.role not in self._spec.roles:
+            return NO_MORE
+        if problem := problem_of(plan, self._table, self._spec.roles[plan.role]):
+            return problem
+        asks_before = of_places(self._table, self._spec)
+        return of_places(self._table, self._spec, plan).less(asks_before)
+
     def _carry_out(self, outcome: Outcome, plan: Plan, now: float) -> None:
+        outcome.facts.extend(map(ev.PlanPartAgreed, plan.others))
         if plan.memory_mib or plan.cpu_milli:
             commit(self, outcome, asked_by(plan, self._table))
         for node_id in plan.remove:
@@ -232,6 +243,7 @@ class Roles:
             return
         for move in plan.migrate:
             node = self._table.nodes[move.node_id]
+            # The old one first: both have the same address and task, and would answer for it.
             outcome.add(self._remove([node], "another takes its place"))
             asked = {"memory_mib": move.memory_mib, "cpu_milli": move.cpu_milli}
             planned = plan_node(node.place, self._table, now, **asked)

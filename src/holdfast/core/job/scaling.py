@@ -10,11 +10,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from holdfast.core.job.admission import sized, why_impossible
-from holdfast.core.job.demand import Demand, of_ranks
+from holdfast.core.job.demand import of_ranks
 from holdfast.core.job.node_table import NodeTable
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.order import NODES_MAX, WORKER, Move, Plan
+from holdfast.model.resources import NOTHING, Resources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Change:
     want: tuple[NodeRank, ...] = ()
     drop: tuple[NodeRank, ...] = ()
     move: tuple[Move, ...] = ()
+    asks_more: Resources = NOTHING
+    """How much more the nodes of the job ask for then."""
     text: str = "nothing had to change"
 
 
@@ -33,10 +36,9 @@ def change_for(
     plan: Plan,
     table: NodeTable,
     spec: JobSpec,
-    demand: Demand,
     world: Collection[NodeId],
 ) -> Change | str:
-    """What the plan comes to, or why it cannot be done."""
+    """What the plan comes to, or why it cannot be done; the limits are not looked at."""
     refusal = _refusal(plan, table, spec)
     if refusal:
         return refusal
@@ -57,15 +59,13 @@ def change_for(
     for move in plan.migrate:
         if table.nodes[move.node_id].node_rank not in ranks:
             return f"node id {move.node_id} cannot be moved: by the same plan it has to go"
-    before_plan = of_ranks(table, spec, table.wanted.ranks)
-    refusal = _too_few(target, table, spec) or demand.refusal(
-        before_plan, of_ranks(table, spec, ranks, plan)
-    )
-    if refusal:
+    if refusal := _too_few(target, table, spec):
         return refusal
+    asks_before = of_ranks(table, spec, table.wanted.ranks)
+    asks_more = of_ranks(table, spec, ranks, plan).less(asks_before)
     want = tuple(sorted(ranks - table.wanted.ranks))
     drop = tuple(sorted(table.wanted.ranks - ranks))
-    change = Change(nodes=target, want=want, drop=drop, move=plan.migrate)
+    change = Change(nodes=target, want=want, drop=drop, move=plan.migrate, asks_more=asks_more)
     return replace(change, text=_text(plan, change, table) or change.text)
 
 
@@ -156,6 +156,7 @@ def _text(plan: Plan, change: Change, table: NodeTable) -> str:
         parts.append("the job has other limits from now on")
     if plan.memory_mib or plan.cpu_milli:
         parts.append("nodes are launched with other resources from now on")
+    parts += [f"the part for role {part.role} is done" for part in plan.others]
     return "; ".join(parts)
 
 

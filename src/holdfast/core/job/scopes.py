@@ -26,9 +26,17 @@ SESSION_MAX = 128
 """Characters of the name of a session."""
 SESSIONS_MAX = 1 << 18
 """Sessions that a scope remembers: several for each worker of the largest jobs. A round's are
-forgotten with it, the job's when so many others have changed something since."""
+forgotten with it, the job's when this many others have changed something since. The job's records
+do not say whose a session is, so one of a living worker may be forgotten too (docs/store.md)."""
 ANSWERS_BYTES_MAX = 256 * 1024 * 1024
-"""How much the remembered answers of a scope hold, except for the last."""
+"""How many bytes the values in the remembered answers of a scope hold, except for the last."""
+FORGOTTEN = m.Refused(
+    "rejected",
+    "this request took effect, but its answer is not remembered any more: other clients got more "
+    f"than {ANSWERS_BYTES_MAX} bytes of values since. If it popped a value, push that value again",
+)
+"""Takes the place of an answer over that limit. Its session stays known: the repeat of a request
+that has lost its answer is refused, it never takes effect a second time."""
 PIECE_BYTES = 1024 * 1024
 """How much of the values one record of a snapshot holds."""
 
@@ -43,6 +51,8 @@ class ScopeState:
     barriers: dict[str, int] = field(default_factory=dict)
     #: The last changing request of each session, and its answer; who has asked last is last.
     sessions: dict[str, tuple[int, m.Answer]] = field(default_factory=dict)
+    #: Those whose answers hold a value, in the same order.
+    heavy: dict[str, None] = field(default_factory=dict)
     #: What is in it, as the limits count it.
     held_bytes: int = 0
     answers_bytes: int = 0
@@ -83,15 +93,23 @@ class ScopeState:
     def remember(self, session: str, seq: int, answer: m.Answer) -> None:
         self._forget(session)
         self.sessions[session] = (seq, answer)
-        self.answers_bytes += _weight(answer)
-        while len(self.sessions) > 1 and (
-            len(self.sessions) > SESSIONS_MAX or self.answers_bytes > ANSWERS_BYTES_MAX
-        ):
+        if weight := _weight(answer):
+            self.heavy[session] = None
+            self.answers_bytes += weight
+        while self.answers_bytes > ANSWERS_BYTES_MAX and len(self.heavy) > 1:
+            oldest = next(iter(self.heavy))
+            # Where it stands among the sessions stays: they are ordered by who asked last.
+            seq, forgotten = self.sessions[oldest]
+            self.sessions[oldest] = (seq, FORGOTTEN)
+            del self.heavy[oldest]
+            self.answers_bytes -= _weight(forgotten)
+        while len(self.sessions) > SESSIONS_MAX:
             self._forget(next(iter(self.sessions)))
 
     def _forget(self, session: str) -> None:
         old = self.sessions.pop(session, None)
         if old is not None:
+            self.heavy.pop(session, None)
             self.answers_bytes -= _weight(old[1])
 
 
@@ -208,8 +226,9 @@ def _remember(
 
 def cost(name: str, length: int) -> int:
     """What a key, an element of a queue or a barrier counts."""
-    return ENTRY_BYTES + len(name) + length
+    return ENTRY_BYTES + len(name.encode()) + length
 
 
 def _weight(answer: m.Answer) -> int:
-    return ENTRY_BYTES + (len(answer.value) if isinstance(answer, m.Value) else 0)
+    """Only values count: all other answers together are small, as the sessions have a limit."""
+    return len(answer.value) if isinstance(answer, m.Value) else 0

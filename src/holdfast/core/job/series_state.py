@@ -218,7 +218,7 @@ class SeriesState:
             "directory": self.directory,
             "committed": self._state.newest(self.directory).step,
             "safe": self.replication.newest_safe.step,
-            "safe_confirmed": self.replication.safe == self.replication.newest_safe,
+            "safe_confirmed": self.replication.is_confirmed,
             "writing": -1 if attempt is None else attempt.version.step,
             "reason": "" if attempt is None else attempt.reason,
             "problem": self.attempts.problem,

@@ -124,7 +124,9 @@ class Sync:
             return _answer(outcome, event, change)
         keys, values, answer = change
         lengths = [len(value) for value in values]
-        growth = sum(map(scope.growth, keys, lengths))
+        # Of a key that comes more than once, only the last value stays.
+        last = dict(zip(keys, lengths, strict=True))
+        growth = sum(scope.growth(key, length) for key, length in last.items())
         if problem := self._problem(body.scope, keys, lengths, growth):
             return _answer(outcome, event, problem)
         record = rec.KvChanged(body.scope, keys, values, event.session, event.seq, answer)

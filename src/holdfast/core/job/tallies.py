@@ -5,6 +5,7 @@ Agents count from their start on and tell it with their beats, so a new master k
 after one beat of each. Its own counts begin anew with it, as counters of Prometheus may.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +22,8 @@ class Tallies:
     def __init__(self) -> None:
         #: By node: what it told last, and when.
         self._told: dict[NodeId, tuple[Tally, float]] = {}
+        #: Nodes that beat since this master began, or since they came: some have nothing to tell.
+        self._heard: set[NodeId] = set()
         #: What nodes told that are lost by now.
         self._lost: list[Tally] = []
         #: With their node ranks.
@@ -30,12 +33,18 @@ class Tallies:
         #: The newest step that all members had before an incident, and when it was saved.
         self._before = -1, 0.0
         self._is_noted = False
+        #: By directory: the step that the ranks of the present round went on from.
+        self._agreed: dict[str, int] = {}
+        #: Of steps saved before this time only those up to the agreed ones can be gone back to: in
+        #: a new round none until its ranks have agreed.
+        self._void_before = -math.inf
         self._commits = self._failures = 0
         self._committed_at: float | None = None
 
     def handle(self, event: Event, now: float) -> Outcome:
         match event:
             case ev.BeatReceived():
+                self._heard.add(event.node_id)
                 if event.beat.checkpoints is not None:
                     self._told[event.node_id] = event.beat.checkpoints, now
                     return self._failed(event.node_id, event.beat.checkpoints)
@@ -43,6 +52,7 @@ class Tallies:
                 self._note(now)
             case ev.NodeLost():
                 self._failures_told.pop(event.node_id, None)
+                self._heard.discard(event.node_id)
                 if not self._is_noted and event.node_id in self._members:
                     self._note(now)
                 tally, _ = self._told.pop(event.node_id, (None, 0.0))
@@ -52,8 +62,14 @@ class Tallies:
                 self._note(now)
                 self._is_noted = False
                 self._members = {one.node_id: one.node_rank for one in event.world.members}
-            case ev.RestoreAgreed() if event.version.step < self._before[0]:
-                self._before = -1, 0.0
+                self._agreed.clear()
+                # The ranks of a world that a restarted master found agreed long ago.
+                self._void_before = now if isinstance(event, ev.WorldFormed) else -math.inf
+            case ev.RestoreAgreed():
+                self._agreed[event.directory] = event.version.step
+                self._void_before = now
+                if self._agreed_step() < self._before[0]:
+                    self._before = -1, 0.0
             case ev.CheckpointCommitted():
                 self._commits += 1
                 self._committed_at = now
@@ -82,10 +98,26 @@ class Tallies:
     def _in_memory(self, now: float) -> tuple[int, float]:
         """The newest step that every member has in memory, and its age; -1: not all have told."""
         members = [self._told[node_id] for node_id in self._members if node_id in self._told]
-        saved = [(tally, at) for tally, at in members if tally.step >= 0]
+        saved = [
+            (tally, at) for tally, at in members if tally.step >= 0 and not self._is_void(tally, at)
+        ]
         if not saved or len(saved) < len(self._members):
             return -1, -1.0
         return min(tally.step for tally, _ in saved), max(t.age_s + now - at for t, at in saved)
+
+    def _is_known(self) -> bool:
+        """Whether all members have told, and what they told last is true of their memory now."""
+        if not self._members.keys() <= self._heard:
+            return False
+        told = (self._told[node_id] for node_id in self._members if node_id in self._told)
+        return not any(self._is_void(tally, at) for tally, at in told)
+
+    def _is_void(self, tally: Tally, at: float) -> bool:
+        """Whether the ranks went back to before the step that was told, or still may."""
+        return tally.step > self._agreed_step() and at - tally.age_s < self._void_before
+
+    def _agreed_step(self) -> int:
+        return max(self._agreed.values(), default=-1)
 
     def deadline(self) -> float | None:
         return None
@@ -100,8 +132,8 @@ class Tallies:
         """The numbers; an age is -1 where nothing is known."""
         total = _sum([*self._lost, *(tally for tally, _ in self._told.values())])
         step, age_s = self._in_memory(now)
-        is_confirmed = step >= 0 or self._before[0] < 0
-        if not is_confirmed:
+        is_confirmed = step >= 0 or (self._before[0] < 0 and self._is_known())
+        if not is_confirmed and self._before[0] >= 0:
             step, age_s = self._before[0], now - self._before[1]
         committed_at = self._committed_at
         return {

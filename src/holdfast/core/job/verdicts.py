@@ -23,7 +23,7 @@ from holdfast.core.job.commands import FinishJob, Reply
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, commit
 from holdfast.model.ids import Round
 from holdfast.model.job import BUDGET_BACK_S, JobSpec
-from holdfast.model.node import OF_THE_PROGRAM, ExitReason
+from holdfast.model.node import OF_THE_PROGRAM, ExitReason, asks_person
 from holdfast.protocol import messages as m
 
 PAUSE_S_MAX = 30.0
@@ -113,14 +113,25 @@ class Verdicts:
             commit(self, outcome, rec.TrainingBegan())
         return outcome
 
+    def _why_not_again(self, event: ev.WorldHurt) -> str | None:
+        """What to add to the reason if another try would end the same way; None if it may not."""
+        if self._spec.retry_mistakes:
+            return None
+        if event.cause is not None and asks_person(event.cause.message):
+            return ""
+        if not event.is_everywhere or self._has_stepped:
+            return None
+        where = f"the same on {self._workers} ranks, " if self._workers > 1 else ""
+        return f"; {where}before the first step: it is not tried again without --retry-mistakes"
+
     def _judge(self, event: ev.WorldHurt, now: float) -> Outcome:
         if self._closed is not None or event.round <= self._judged:
             return NOTHING
         self._judged = event.round
-        if event.is_everywhere and not (self._has_stepped or self._spec.retry_mistakes):
+        if (not_again := self._why_not_again(event)) is not None:
             return self._end(
                 ok=False,
-                reason=f"{event.message}; {_why_not_again(self._workers)}",
+                reason=f"{event.message}{not_again}",
                 cause=event.cause,
                 node_rank=event.node_rank,
             )
@@ -260,11 +271,6 @@ def _allowed(reason: ExitReason, limit: int, count: int) -> str:
     return (
         f"{limit} restarts in {BUDGET_BACK_S / 3600:g} h of training are the limit for {reason!s}"
     )
-
-
-def _why_not_again(workers: int) -> str:
-    where = f"the same on {workers} ranks, " if workers > 1 else ""
-    return f"{where}before the first step: it is not tried again without --retry-mistakes"
 
 
 def _fact(closed: rec.JobClosed) -> ev.JobFinished:

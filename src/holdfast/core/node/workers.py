@@ -111,6 +111,12 @@ class Workers:
             if isinstance(event, ev.Flushed) and self._is_flushing:
                 self._is_flushing = False
                 return self._settle()
+            if isinstance(event, ev.EndReceived) and event.end.ok:
+                # Asked to go when its work was done: what the job came to is what counts. If the
+                # exit was said already, it is said again with this.
+                self._exit = ev.ExitAgent(0, event.end.reason, event.end)
+                self._farewell = None
+                return self._settle()
             return NOTHING
         outcome = Outcome()
         match event:

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holdfast.model.order import WORKER, Plan
+from holdfast.model.order import Plan
 from holdfast.model.resources import Limits
 from holdfast.platforms.kubernetes import names
 from holdfast.platforms.kubernetes.api import Api
+from holdfast.platforms.kubernetes.difference import REFUSED, difference, still_refused
 from holdfast.platforms.kubernetes.kinds import ELASTICJOBS, SCALEPLANS
 from holdfast.platforms.kubernetes.manifest import ElasticJob, read_job
 from holdfast.platforms.kubernetes.news import News
@@ -24,14 +25,11 @@ from holdfast.platforms.kubernetes.scaleplan import ScalePlan, read_plan
 from holdfast.platforms.kubernetes.status import status_of
 from holdfast.platforms.kubernetes.times import stamp
 from holdfast.platforms.kubernetes.watching import Listed, Seen, follow
-from holdfast.runtime.observe import Say, wall_clock
+from holdfast.runtime.observe import Level, Say, wall_clock
 
 FLUSH_S = 20.0
 """How long a master that ends tries to say so. Its journal knows it too, and the next master that
 is started for the job says it again."""
-
-REFUSED = "refused"
-"""Under this name `status.observed` has the sizes that were asked for and refused."""
 
 
 @dataclass(slots=True)
@@ -45,14 +43,21 @@ class _Asked:
     """What the job follows when the spec is answered."""
     is_first: bool = False
     """The spec with which the job began: that it has what it has is no news."""
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of roles, by the id of the plan that asks for them."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Those of them that were refused."""
     refusals: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    """Of what was done."""
     notes: tuple[str, ...] = ()
     """Which of its fields have no effect."""
 
     def summary(self) -> str:
         """What became of it, in words."""
         told = "; ".join(self.refusals or self.texts) or "nothing had to change"
+        if self.refusals and self.texts:
+            told += f". Done all the same: {'; '.join(self.texts)}"
         return "; note: ".join((told, *self.notes))
 
 
@@ -77,7 +82,10 @@ class KubernetesDesk:
         #: What was written last, without the time of writing.
         self._written: dict[str, Any] = {}
         self._view: Mapping[str, object] | None = None
-        self._observed: Mapping[str, Any] = status.get("observed") or {}
+        self._observed = _known(status.get("observed") or {}, job)
+        #: The newest spec that came while the answer to an earlier one was awaited.
+        self._next_spec: Mapping[str, Any] | None = None
+        self._queue: asyncio.Queue[Plan | None] = asyncio.Queue()
         self._generation = -1
         #: From then on nothing is written: there may be another job of the same name.
         self._is_deleted = False
@@ -91,12 +99,11 @@ class KubernetesDesk:
 
     async def plans(self) -> AsyncIterator[Plan]:
         """What the spec and the ScalePlans ask for; it ends when the ElasticJob is deleted."""
-        queue: asyncio.Queue[Plan | None] = asyncio.Queue()
         readers = {
-            asyncio.create_task(self._follow_job(queue)),
-            asyncio.create_task(self._follow_plans(queue)),
+            asyncio.create_task(self._follow_job()),
+            asyncio.create_task(self._follow_plans()),
         }
-        taking = asyncio.create_task(queue.get())
+        taking = asyncio.create_task(self._queue.get())
         try:
             while True:
                 done, _ = await asyncio.wait(
@@ -110,14 +117,14 @@ class KubernetesDesk:
                     plan = taking.result()
                     if plan is None:
                         return
-                    taking = asyncio.create_task(queue.get())
+                    taking = asyncio.create_task(self._queue.get())
                     yield plan
         finally:
             for task in (taking, *readers):
                 task.cancel()
             await asyncio.gather(taking, *readers, return_exceptions=True)
 
-    async def _follow_job(self, queue: "asyncio.Queue[Plan | None]") -> None:
+    async def _follow_job(self) -> None:
         own = f"metadata.name={self._job.name}"
         namespace = self._job.namespace
         async for seen in follow(self._api, ELASTICJOBS, namespace, fields=own, say=self._say):
@@ -127,10 +134,19 @@ class KubernetesDesk:
                 is_deleted = seen.gone or seen.meta.uid != self._job.uid
             if is_deleted:
                 self._is_deleted = True
-                queue.put_nowait(None)
+                self._queue.put_nowait(None)
             elif isinstance(seen, Seen):
-                for plan in self._changes(seen.obj):
-                    queue.put_nowait(plan)
+                self._take_spec(seen.obj)
+
+    def _take_spec(self, obj: Mapping[str, Any]) -> None:
+        """Ask for what the spec changes, once the one before it is answered: until then it is not
+        known what the job follows, so not what a change is. Of those that wait the newest counts.
+        """
+        if any(asked.observed is not None for asked in self._asked.values()):
+            self._next_spec = obj
+            return
+        for plan in self._changes(obj):
+            self._queue.put_nowait(plan)
 
     def _changes(self, obj: Mapping[str, Any]) -> list[Plan]:
         """What a spec asks of the job that was not asked before."""
@@ -141,7 +157,7 @@ class KubernetesDesk:
         fatal = [str(one) for one in problems if one.fatal and not one.at_start_only]
         if fatal:
             # The operator says so in a condition; the job goes on as it is.
-            self._say(f"the changed spec is not followed: {'; '.join(fatal)}")
+            self._say(f"the changed spec is not followed: {'; '.join(fatal)}", Level.WARNING)
             return []
         observed = {
             "generation": job.generation,
@@ -149,27 +165,26 @@ class KubernetesDesk:
             "suspend": job.suspend,
             "limits": _set_fields(job.resource_limits),
         }
-        plans = _difference(self._observed, observed)
-        if self._observed.get(REFUSED) == observed["replicas"]:
-            # Still so, unless it is asked again: then the answer decides.
-            is_asked_again = any(plan.limits is not None for plan in plans)
-            observed |= {} if is_asked_again else {REFUSED: observed["replicas"]}
+        plans = difference(self._observed, observed)
+        observed |= _refused(still_refused(self._observed, observed, plans))
         if not plans:
             self._observed = observed
             self._put_status()
         ids = {plan.plan_id for plan in plans}
         asked = _Asked(ids, observed=observed, is_first=not self._observed)
+        asked.sizes = {
+            plan.plan_id: {plan.role: plan.nodes} for plan in plans if plan.nodes is not None
+        }
         self._asked.update(dict.fromkeys(asked.waits_for, asked))
         return plans
 
-    async def _follow_plans(self, queue: "asyncio.Queue[Plan | None]") -> None:
+    async def _follow_plans(self) -> None:
         # A listing has no order: what comes at once is put into the order in which it was made.
         batch: list[ScalePlan] = []
 
         def take() -> None:
             for one in sorted(batch, key=lambda one: (one.created, one.name)):
-                for plan in one.plans:
-                    queue.put_nowait(plan)
+                self._queue.put_nowait(one.plan)
             batch.clear()
 
         namespace = self._job.namespace
@@ -180,9 +195,9 @@ class KubernetesDesk:
             if plan.job != self._job.name or plan.finished or plan.uid in self._told:
                 continue
             self._told.add(plan.uid)
-            asked = _Asked({part.plan_id for part in plan.plans}, plan.name)
+            asked = _Asked({plan.plan.plan_id} if plan.plan else set(), plan.name)
             asked.notes = tuple(str(problem) for problem in problems if not problem.fatal)
-            if not plan.plans:
+            if plan.plan is None:
                 fatal = [str(problem) for problem in problems if problem.fatal]
                 asked.refusals = fatal or ["it asks for nothing"]
                 self._settle(plan.uid, asked)
@@ -201,9 +216,9 @@ class KubernetesDesk:
         if asked is None:
             return
         asked.waits_for.discard(plan_id)
-        asked.texts.append(text)
+        (asked.texts if ok else asked.refusals).append(text)
         if not ok:
-            asked.refusals.append(text)
+            asked.refused |= asked.sizes.get(plan_id, {})
         if not asked.waits_for:
             self._settle(plan_id, asked)
 
@@ -217,10 +232,13 @@ class KubernetesDesk:
         if asked.observed is None:
             self._put_answer(key, asked)
         else:
-            # A refused change too: it is not asked again, and the Event says why.
-            refused = {REFUSED: asked.observed["replicas"]} if asked.refusals else {}
-            self._observed = {**asked.observed, **refused}
+            # A refused change too: the Event says why, and `difference` when it is asked again.
+            refused = {**asked.observed.get(REFUSED, {}), **asked.refused}
+            self._observed = {**asked.observed, **_refused(refused)}
             self._put_status()
+            waiting, self._next_spec = self._next_spec, None
+            if waiting is not None:
+                self._take_spec(waiting)
 
     def _put_answer(self, key: str, asked: _Asked) -> None:
         phase = "Failed" if asked.refusals else "Succeeded"
@@ -286,34 +304,26 @@ class KubernetesDesk:
     async def close(self) -> None:
         """Write what is still waiting, within FLUSH_S."""
         if not await self._outbox.close(FLUSH_S):
-            self._say(f"not everything could be written within {FLUSH_S:g} s")
+            self._say(f"not everything could be written within {FLUSH_S:g} s", Level.WARNING)
+
+
+def _known(observed: Mapping[str, Any], job: ElasticJob) -> Mapping[str, Any]:
+    """What the job follows for certain, by what the master before this one could write.
+
+    It may have done more, of any spec that came after that. So whether the job is suspended is
+    asked again, whatever it is. Not the sizes: a later ScalePlan may have changed them.
+    """
+    if observed.get("generation") == job.generation:
+        return observed
+    return {name: value for name, value in observed.items() if name != "suspend"}
+
+
+def _refused(sizes: Mapping[str, int]) -> dict[str, Mapping[str, int]]:
+    """As a part of what the job follows."""
+    return {REFUSED: sizes} if sizes else {}
 
 
 def _set_fields(limits: Limits) -> dict[str, int]:
     """Only those that are set: a status has no null."""
     every = asdict(limits)
     return {name: most for name, most in every.items() if most is not None}
-
-
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Plan]:
-    """From one spec to the next; everything if there was none before.
-
-    What goes for the whole job goes with the workers. Sizes that were refused are asked again when
-    the limits have changed.
-    """
-    spec_id = f"spec-{after['generation']}"
-    old, new = before.get("replicas", {}), after["replicas"]
-    suspend = after["suspend"] if before.get("suspend") != after["suspend"] else None
-    # A master begins with the limits of its day.
-    has_other_limits = before.get("limits", after["limits"]) != after["limits"]
-    is_new_try = has_other_limits and before.get(REFUSED) == new
-    plans = []
-    if has_other_limits:
-        plans.append(Plan(plan_id=f"{spec_id}/limits", limits=Limits(**after["limits"])))
-    nodes = new.get(WORKER) if is_new_try or old.get(WORKER) != new.get(WORKER) else None
-    if nodes is not None or suspend is not None:
-        plans.append(Plan(plan_id=spec_id, nodes=nodes, suspend=suspend))
-    for role in new:
-        if role != WORKER and role in old and (is_new_try or old[role] != new[role]):
-            plans.append(Plan(plan_id=f"{spec_id}/{role}", role=role, nodes=new[role]))
-    return plans

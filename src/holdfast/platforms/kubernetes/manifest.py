@@ -17,6 +17,7 @@ from holdfast.model.order import WORKER
 from holdfast.model.resources import NO_LIMITS, NOTHING, Limits, Resources
 from holdfast.platforms.kubernetes import names, quantities
 from holdfast.platforms.kubernetes.fields import Fields, Problem, show, suggestion
+from holdfast.platforms.kubernetes.master_security import without_effect
 from holdfast.platforms.kubernetes.templates import read_limits, read_template
 
 PS, CHIEF, EVALUATOR = "ps", "chief", "evaluator"
@@ -378,6 +379,17 @@ def _read_master(role_fields: Fields) -> Role | None:
     return masters[0] if masters else None
 
 
+def _check_security(job: ElasticJob, role_fields: Fields) -> None:
+    if job.master is None or job.own_security or not (paths := without_effect(job.master.template)):
+        return
+    given = next(name for name in MASTER_ROLES if role_fields.has(name))
+    role_fields.note(
+        f"{given}.template",
+        f"{', '.join(paths)}: no effect on the job's master, unless it is said by name: annotation "
+        f"{SECURITY_ANNOTATION}: template",
+    )
+
+
 def _check_sense(job: ElasticJob, spec: Fields, role_fields: Fields) -> None:
     """Rules that more than one field is needed for."""
     if job.strategy is Strategy.PARAMETER_SERVER:
@@ -399,6 +411,7 @@ def _check_sense(job: ElasticJob, spec: Fields, role_fields: Fields) -> None:
                 f"{name}.criticalNodes",
                 f"rank {beyond[0]} does not exist: there are {role.replicas} replicas",
             )
+    _check_security(job, role_fields)
     if job.optimize_mode is OptimizeMode.CLUSTER:
         spec.note("optimizeMode", "there is no brain to ask yet: cluster works as single-job does")
     if job.brain_service:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from holdfast.platforms.kubernetes.answers import NotFound, Refusal, Unavailable
 from holdfast.platforms.kubernetes.pauses import Pauses
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Level, Say
 
 FORBIDDEN = 403
 FORBIDDEN_TRIES = 6
@@ -57,7 +57,7 @@ class Outbox:
                 await write()
             except Unavailable as exc:
                 if outage.failures == 0:
-                    self._say(f"{exc}; what is to be written waits until it answers")
+                    self._say(f"{exc}; what is to be written waits until it answers", Level.WARNING)
                 await asyncio.sleep(outage.after(exc))
                 continue
             except NotFound:
@@ -66,7 +66,7 @@ class Outbox:
                 if exc.status == FORBIDDEN and forbidden.failures < FORBIDDEN_TRIES:
                     await asyncio.sleep(forbidden.after(exc))
                     continue
-                self._say(f"the {key} cannot be written: {exc}")
+                self._say(f"the {key} cannot be written: {exc}", Level.WARNING)
             outage.renew()
             forbidden.renew()
             # A newer one may have come meanwhile.

@@ -31,7 +31,7 @@ from holdfast.platforms.kubernetes.pods import Pod, sighting
 from holdfast.platforms.kubernetes.render import node_pod, node_service
 from holdfast.platforms.kubernetes.watching import Listed, Seen, follow
 from holdfast.ports.platform import Sighting
-from holdfast.runtime.observe import Say
+from holdfast.runtime.observe import Level, Say
 
 FORBIDDEN = 403
 LOOK_S = 2.0
@@ -230,7 +230,10 @@ class KubernetesPlatform:
                 except (Unavailable, Refusal) as exc:
                     is_done, error = False, exc
                     if not self._undone:
-                        self._say(f"{exc}; pods are made and removed as soon as that is possible")
+                        self._say(
+                            f"{exc}; pods are made and removed as soon as that is possible",
+                            Level.WARNING,
+                        )
                     self._undone.add(node_id)
                 if not is_done:
                     with suppress(TimeoutError):
@@ -314,7 +317,9 @@ class KubernetesPlatform:
             try:
                 await self._apply(Kind(api_group, version, "podgroups"), group)
             except Refusal as exc:
-                self._say(f"the gang scheduler cannot be told about the job's pods: {exc}")
+                self._say(
+                    f"the gang scheduler cannot be told about the job's pods: {exc}", Level.WARNING
+                )
             self._gang = group
 
     async def _apply(self, kind: Kind, body: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ScalePlan as its author wrote it, read into plans that the core understands.
 
-A ScalePlan may speak of several roles and the core's plans of one each, so that one ScalePlan
-becomes one plan per role. Like `manifest.read_job` this never raises for what somebody wrote.
+A ScalePlan may speak of several roles: one is the core's plan, with the others as its parts, so
+that all of it is done or nothing. Like `manifest.read_job` this never raises for what somebody
+wrote.
 """
 
 from collections import defaultdict
@@ -36,8 +37,8 @@ class ScalePlan:
     """The name of the job that it is for; empty if nobody can tell."""
     finished: bool
     """True once it was done or refused."""
-    plans: tuple[Plan, ...]
-    """One per role that it changes; none if it cannot be done."""
+    plan: Plan | None
+    """What it asks for; None if it cannot be done."""
 
 
 def read_plan(obj: Mapping[str, Any]) -> tuple[ScalePlan, tuple[Problem, ...]]:
@@ -66,7 +67,7 @@ def read_plan(obj: Mapping[str, Any]) -> tuple[ScalePlan, tuple[Problem, ...]]:
         created=metadata.text("creationTimestamp"),
         job=job,
         finished=status.text("phase") in FINAL_PHASES,
-        plans=_plans(uid, changes) if can_be_done else (),
+        plan=_plan(uid, changes) if can_be_done else None,
     )
     return plan, tuple(problems)
 
@@ -96,8 +97,8 @@ class _Change:
     migrate: list[Move] = field(default_factory=list)
 
 
-def _plans(uid: str, changes: Mapping[str, _Change]) -> tuple[Plan, ...]:
-    return tuple(
+def _plan(uid: str, changes: Mapping[str, _Change]) -> Plan:
+    first, *others = (
         Plan(
             plan_id=f"scaleplan/{uid}/{role}",
             role=role,
@@ -108,8 +109,10 @@ def _plans(uid: str, changes: Mapping[str, _Change]) -> tuple[Plan, ...]:
             memory_mib=change.resources.memory_mib,
             cpu_milli=change.resources.cpu_milli,
         )
-        for role, change in changes.items()
+        # The workers first: their part is told in the most words.
+        for role, change in sorted(changes.items(), key=lambda change: change[0] != WORKER)
     )
+    return replace(first, others=tuple(others))
 
 
 def _read_changes(spec: Fields, job: str) -> dict[str, _Change]:

@@ -7,11 +7,13 @@ holds: when the launcher dies, every agent reads end-of-file and goes.
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import psutil
@@ -20,9 +22,15 @@ from holdfast.model.ids import NodeId
 from holdfast.model.node import ExitReason, Phase, classify_exit
 from holdfast.model.order import Order
 from holdfast.ports.platform import Sighting
-from holdfast.runtime.private import require_own, write_private
+from holdfast.runtime.observe import Level, Say
+from holdfast.runtime.private import read_private, require_own
 
 GRACE_S = 15.0
+
+AGAIN_S = 1.0
+"""Between two tries to start a node whose birth cannot be noted."""
+
+_BIRTH_BYTES = 128
 
 
 class _Birth(msgspec.Struct, frozen=True):
@@ -36,32 +44,84 @@ class LocalPlatform:
     """Starts, watches and ends agents on this machine."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], folder: Path, *, lifeline: int
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        *,
+        lifeline: int,
+        say: Say,
     ) -> None:
         """`folder` remembers who was started; it is part of the master's state."""
         self._command = list(command)
         self._env = dict(env)
         self._folder = folder
         self._lifeline = lifeline
+        self._say = say
         self._loop = asyncio.get_running_loop()
         self._sightings: asyncio.Queue[Sighting] = asyncio.Queue()
         self._pidfds: dict[NodeId, int] = {}
         self._children: dict[NodeId, subprocess.Popen[bytes]] = {}
+        #: Nodes to be started as soon as that can be noted.
+        self._waiting: set[NodeId] = set()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_own(folder)
 
     async def launch(self, order: Order) -> None:
-        """Start the agent, unless this or an earlier master did so already."""
-        path = self._path(order.node_id)
-        if order.node_id in self._pidfds or path.exists():
+        """Start the agent, unless this or an earlier master did so already.
+
+        An agent that runs and is not noted would be started twice: while the state takes no file,
+        the start waits.
+        """
+        node_id = order.node_id
+        if node_id in self._waiting or node_id in self._pidfds or self._path(node_id).exists():
             return
+        self._waiting.add(node_id)
+        is_said = False
+        try:
+            while node_id in self._waiting:
+                try:
+                    self._start(node_id)
+                    return
+                except OSError as exc:
+                    why = f"{self._folder} takes no note of it now ({exc.strerror or exc})"
+                if not is_said:
+                    is_said = True
+                    self._see(node_id, Phase.PENDING, message=f"it is not started: {why}")
+                    self._say(
+                        f"node {node_id} is not started: {why}; it is as soon as there is room for "
+                        "a file: free some space",
+                        Level.WARNING,
+                    )
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            self._waiting.discard(node_id)
+
+    def _start(self, node_id: NodeId) -> None:
+        """Start the agent; OSError, and there is none, if it cannot be noted or followed."""
+        path = self._path(node_id)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as birth:
+                # The room for it first: filling it in takes none.
+                _write(birth.fileno(), b"")
+                child = self._spawn(node_id)
+                if child is not None:
+                    self._note(node_id, child, birth)
+                    return
+        except OSError:
+            _forget(path)
+            raise
+        _forget(path)
+
+    def _spawn(self, node_id: NodeId) -> subprocess.Popen[bytes] | None:
         env = {
             **self._env,
-            "HOLDFAST_NODE_ID": str(order.node_id),
+            "HOLDFAST_NODE_ID": str(node_id),
             "HOLDFAST_LIFELINE": str(self._lifeline),
         }
         try:
-            child = subprocess.Popen(
+            return subprocess.Popen(
                 self._command,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -70,22 +130,36 @@ class LocalPlatform:
             )
         except OSError as exc:
             message = f"the agent could not be started: {exc}"
-            self._see(order.node_id, Phase.FAILED, ExitReason.ERROR, message)
-            return
-        created = psutil.Process(child.pid).create_time()
-        write_private(path, msgspec.json.encode(_Birth(child.pid, created)))
-        self._children[order.node_id] = child
-        self._follow(order.node_id, child.pid)
+            self._see(node_id, Phase.FAILED, ExitReason.ERROR, message)
+            return None
+
+    def _note(self, node_id: NodeId, child: subprocess.Popen[bytes], birth: BinaryIO) -> None:
+        try:
+            created = psutil.Process(child.pid).create_time()
+            _write(birth.fileno(), msgspec.json.encode(_Birth(child.pid, created)))
+            birth.close()  # Some file systems say only now that there is no room.
+            self._follow(node_id, child.pid)
+        except OSError:
+            child.kill()
+            child.wait()
+            raise
+        self._children[node_id] = child
 
     async def remove(self, node_id: NodeId) -> None:
         """SIGTERM, then SIGKILL; the end is seen like any other."""
+        if node_id in self._waiting:
+            self._waiting.discard(node_id)
+            why = "it was removed before it was started"
+            self._see(node_id, Phase.GONE, ExitReason.KILLED, why)
+            return
         self._signal(node_id, signal.SIGTERM)
         self._loop.call_later(GRACE_S, self._signal, node_id, signal.SIGKILL)
 
     async def watch(self) -> AsyncIterator[Sighting]:
         """First what an earlier master started, then every change."""
         for path in sorted(self._folder.glob("*.json")):
-            self._adopt(NodeId(int(path.stem)), path)
+            if path.stem.isascii() and path.stem.isdecimal():  # Else it is none of ours.
+                self._adopt(NodeId(int(path.stem)), path)
         while True:
             yield await self._sightings.get()
 
@@ -93,6 +167,7 @@ class LocalPlatform:
         """Nothing to do: the kernel tells at once when a process ends."""
 
     async def close(self) -> None:
+        self._waiting.clear()
         for pidfd in self._pidfds.values():
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
@@ -102,7 +177,7 @@ class LocalPlatform:
         if node_id in self._pidfds:
             return
         try:
-            birth = msgspec.json.decode(path.read_bytes(), type=_Birth)
+            birth = msgspec.json.decode(read_private(path, _BIRTH_BYTES), type=_Birth)
             if psutil.Process(birth.pid).create_time() == birth.created:
                 self._follow(node_id, birth.pid)
                 return
@@ -156,3 +231,15 @@ class LocalPlatform:
 
     def _path(self, node_id: NodeId) -> Path:
         return self._folder / f"{node_id}.json"
+
+
+def _write(file: int, birth: bytes) -> None:
+    """Always as many bytes, so that the second time needs no more room than the first."""
+    if os.pwrite(file, birth.ljust(_BIRTH_BYTES), 0) != _BIRTH_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _forget(path: Path) -> None:
+    """A birth that cannot be removed is written over, or names no process to the next master."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from holdfast.platforms.kubernetes.kinds import (
     Kind,
 )
 from holdfast.platforms.kubernetes.manifest import ElasticJob, Role
+from holdfast.platforms.kubernetes.master_security import secure
 from holdfast.platforms.kubernetes.operator.credentials import new_credentials
 from holdfast.platforms.kubernetes.templates import main_container
 
@@ -33,8 +34,6 @@ ERRORS_ANNOTATION = "holdfast.io/master-errors"
 QUICK_LOSSES_ANNOTATION = "holdfast.io/master-quick-losses"
 """What a master's pod says about those before it (see reconcile.py)."""
 
-USER_ID = 10001
-"""Whom a master runs as, unless its template says otherwise: nobody in particular."""
 UNREACHABLE_S = 30
 """How long a master's machine may be silent before the cluster takes the pod for lost."""
 
@@ -133,9 +132,10 @@ def master_pod(
     """The pod of the master with this number: the user's template if there is one, and ours."""
     template = _template(job)
     metadata, spec = template["metadata"], template["spec"]
-    spec["containers"] = _containers(job, template, default_image)
+    main = _put_master(job, template, default_image)
+    secure(template, main, own=job.own_security)
     _add_volumes(job, spec)
-    _add_defaults(job, spec)
+    _add_defaults(spec)
     if job.master is not None and job.master.priority in ("high", "low"):
         spec.setdefault("priorityClassName", job.master.priority)
     spec["restartPolicy"] = "Never"  # The operator decides about the next one.
@@ -242,12 +242,14 @@ def _template(job: ElasticJob) -> Body:
     return template
 
 
-def _containers(job: ElasticJob, template: Body, default_image: str) -> list[Body]:
-    """The user's containers with the master in the main one; a new first one if there is none."""
+def _put_master(job: ElasticJob, template: Body, default_image: str) -> Body:
+    """Put the master into the main one of the user's containers; a new first one if there is none.
+    It is returned."""
     containers: list[Body] = template["spec"]["containers"]
     index = main_container(template)
     if index is None:
-        index, containers = 0, [{"name": "main"}, *containers]
+        index = 0
+        containers.insert(0, {"name": "main"})
     main = containers[index]
     # Always a list of words, never a shell: nothing that a user wrote is ever part of a script.
     main["command"] = _command(job)
@@ -273,23 +275,7 @@ def _containers(job: ElasticJob, template: Body, default_image: str) -> list[Bod
         "livenessProbe",
         {"httpGet": health, "initialDelaySeconds": 60, "timeoutSeconds": 10, "failureThreshold": 9},
     )
-    safe = {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    main["securityContext"] = _secured(job, main, safe)
-    return containers
-
-
-def _secured(job: ElasticJob, described: Body, safe: Body) -> Body:
-    """The securityContext of the master's pod or container. As whom it runs the template may say;
-    what keeps it harmless it may change only where the job says so by name."""
-    own = dict(described.get("securityContext") or {})
-    if job.own_security:
-        return {**safe, **own}
-    own.pop("privileged", None)
-    return {**own, **safe}
+    return main
 
 
 def _command(job: ElasticJob) -> list[str]:
@@ -321,12 +307,9 @@ def _add_volumes(job: ElasticJob, spec: Body) -> None:
     ]
 
 
-def _add_defaults(job: ElasticJob, spec: Body) -> None:
+def _add_defaults(spec: Body) -> None:
     """What a careful cluster asks of a pod, where the user's template says nothing else."""
     spec.setdefault("enableServiceLinks", False)
-    safe = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    user = {"runAsUser": USER_ID, "runAsGroup": USER_ID, "fsGroup": USER_ID}
-    spec["securityContext"] = {**user, **_secured(job, spec, safe)}
     tolerations = list(spec.get("tolerations") or [])
     told = {toleration.get("key") for toleration in tolerations}
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):

@@ -24,7 +24,7 @@ class Shard:
     record_indices: list[int] = field(default_factory=list)
 
 
-class ShardingClient:
+class ShardingClient(_refused.Named):
     """Takes shards one by one; a record is done when it is reported.
 
     At the end of an epoch, what this process has fetched and not reported counts as done when it

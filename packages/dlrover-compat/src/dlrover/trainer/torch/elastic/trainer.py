@@ -12,7 +12,7 @@ from dlrover import _refused
 __getattr__ = _refused.missing(__name__)
 
 
-class ElasticTrainer:
+class ElasticTrainer(_refused.Named):
     """Counts steps. Holdfast sees a torch optimizer step by itself, so nothing is wrapped."""
 
     def __init__(self, model: torch.nn.Module, dataloader: object = None) -> None:

@@ -26,7 +26,7 @@ class StorageType(enum.Enum):
     DISK = 1
 
 
-class Checkpointer:
+class Checkpointer(_refused.Named):
     """A directory of checkpoints, as every checkpointer here has one."""
 
     def __init__(

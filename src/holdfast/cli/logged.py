@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors that end a process are in its log too: its terminal may be gone by then."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from holdfast.model.errors import HoldfastError
+from holdfast.runtime.observe import Level, Say
+
+
+@contextmanager
+def errors_in(log: Say) -> Iterator[None]:
+    """Write the error that ends the block into `log`; with its traceback if it is none of ours."""
+    try:
+        yield
+    except HoldfastError as exc:
+        log(str(exc), Level.ERROR)
+        raise
+    except Exception:
+        log(traceback.format_exc().rstrip(), Level.ERROR)
+        raise
