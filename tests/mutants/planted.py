@@ -62,6 +62,14 @@ MUTANTS = (
         ("tests/wire/test_server_proof.py",),
     ),
     Mutant(
+        "a_peer_may_be_owed_any_amount",
+        "holdfast.runtime.transport",
+        "Link._check_debt",
+        "",
+        "return",
+        ("tests/contract/test_strangers.py::test_who_asks_and_never_reads_is_cut",),
+    ),
+    Mutant(
         "late_tick_is_not_delayed",
         "holdfast.runtime.loop",
         "Driver._tick",

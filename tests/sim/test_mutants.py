@@ -1,46 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The swarm finds bugs: each patch in mutants/ plants one in the cores, and some seed must fail.
+"""The swarm finds bugs: each of tests/mutants/simulated.py is planted, and some seed must fail.
 
-A patch that no longer applies belongs to code that has changed: make it anew, or choose another.
+A mutant that has no place any more belongs to code that has changed: find it another.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import holdfast
+from tests.mutants.simulated import CORE_MUTANTS, DRIVER_MUTANTS
 
-MUTANTS = sorted((Path(__file__).parent / "mutants").glob("*.patch"))
-SOURCE = Path(holdfast.__file__).parent
-NEEDED = ("client", "core", "model", "ports", "protocol", "runtime", "sim", "worker")
-SEEDS = "0..400"
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0
+BEGINS = {
+    "frames_of_one_turn_change_places": 48,
+    "request_is_repeated_without_its_key": 28,
+    "rotten_memory_gets_to_storage": 36,
+    "slots_of_dead_writers_stay_granted": 26,
+}
+"""Where the search begins if not at 0: shortly before the seed that is known to find it, for the
+sake of everybody's time. docs/simulation.md has how many it takes from 0 on."""
+
+NAMES = [mutant.name for mutant in (*CORE_MUTANTS, *DRIVER_MUTANTS)]
 
 
-def test_there_are_mutants() -> None:
-    assert len(MUTANTS) >= 8
+def test_each_has_a_name_of_its_own() -> None:
+    assert len(set(NAMES)) == len(NAMES)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda path: path.stem)
-def test_the_swarm_finds_it(mutant: Path, tmp_path: Path) -> None:
-    package = tmp_path / "src" / "holdfast"
-    package.mkdir(parents=True)
-    shutil.copy(SOURCE / "__init__.py", package)
-    for part in NEEDED:
-        # With what Python has compiled: of that it believes all but the files that are patched.
-        unfinished = shutil.ignore_patterns("*.pyc.*")
-        shutil.copytree(SOURCE / part, package / part, ignore=unfinished)
-    patch = ["patch", "-p1", "--batch", "--silent", "--input", str(mutant)]
-    applied = subprocess.run(patch, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert applied.returncode == 0, f"the patch does not apply any more:\n{applied.stdout}"
-    command = [sys.executable, "-m", "holdfast.sim.swarm", "--first", "--seeds", SEEDS]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "PYTHONHASHSEED": "0"}
+@pytest.mark.parametrize("name", NAMES)
+def test_the_swarm_finds_it(name: str) -> None:
+    command = [sys.executable, "-m", "tests.mutants.simulated", name, str(BEGINS.get(name, 0))]
+    env = {**os.environ, "PYTHONHASHSEED": "0"}
     swarm = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
-    assert "after" in swarm.stdout, f"nobody noticed:\n{swarm.stdout}{swarm.stderr}"
+    assert swarm.returncode == 0, f"nobody noticed:\n{swarm.stdout}{swarm.stderr}"
     print(swarm.stdout, end="")
