@@ -37,6 +37,13 @@ def level_of(event: Event) -> Level:
 
 def tell(event: Event) -> str:
     """What happened, in plain words; empty if it is not worth a line."""
+    for tell_of in (_of_nodes, _of_plans, _of_worlds, _of_checkpoints, _of_data):
+        if text := tell_of(event):
+            return text
+    return ""
+
+
+def _of_nodes(event: Event) -> str:
     match event:
         case ev.GenerationRaised():
             return f"the master serves as generation {event.generation}"
@@ -60,11 +67,10 @@ def tell(event: Event) -> str:
             )
         case ev.HeardAgain():
             return f"node id {event.node_id} is heard again after {event.quiet_s:.1f} s"
-        case _:
-            return _tell_of_plans(event)
+    return ""
 
 
-def _tell_of_plans(event: Event) -> str:
+def _of_plans(event: Event) -> str:
     match event:
         case ev.PlanSettled():
             word = "" if event.ok else " is refused"
@@ -87,10 +93,10 @@ def _tell_of_plans(event: Event) -> str:
         case ev.GroupMoved():
             nodes = _count(event.nodes, "node")
             return f"group {event.group} ({nodes}) is launched again as group {event.successor}"
-    return _tell_of_worlds(event)
+    return ""
 
 
-def _tell_of_worlds(event: Event) -> str:
+def _of_worlds(event: Event) -> str:
     match event:
         case ev.WorldFormed():
             world = event.world
@@ -118,10 +124,10 @@ def _tell_of_worlds(event: Event) -> str:
         case ev.JobFinished():
             word = "succeeded" if event.ok else ("is stopped" if event.stopped else "failed")
             return f"the job {word}: {event.reason}"
-    return _tell_of_checkpoints(event)
+    return ""
 
 
-def _tell_of_checkpoints(event: Event) -> str:
+def _of_checkpoints(event: Event) -> str:
     match event:
         case ev.RestoreAgreed(fresh=False):
             what = f"step {event.version.step}" if event.version != NONE else "nothing"
@@ -142,10 +148,10 @@ def _tell_of_checkpoints(event: Event) -> str:
             return f"{which} could not make {count}, the last of step {event.step}: {event.why}"
         case ev.CopiesResumed():
             return f"step {event.version.step} of {event.directory} is safe on other nodes again"
-    return _tell_of_data(event)
+    return ""
 
 
-def _tell_of_data(event: Event) -> str:
+def _of_data(event: Event) -> str:
     match event:
         case ev.DatasetRegistered():
             what = event.dataset
