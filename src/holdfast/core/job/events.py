@@ -3,23 +3,12 @@
 
 from dataclasses import dataclass
 
-from holdfast.core.job.plan_events import GroupMoved as GroupMoved
-from holdfast.core.job.plan_events import HostAvoided as HostAvoided
-from holdfast.core.job.plan_events import JobResumed as JobResumed
-from holdfast.core.job.plan_events import JobSuspended as JobSuspended
-from holdfast.core.job.plan_events import JoinClockSet as JoinClockSet
-from holdfast.core.job.plan_events import MemoryRaised as MemoryRaised
-from holdfast.core.job.plan_events import NodesLeaving as NodesLeaving
-from holdfast.core.job.plan_events import PlanAsked as PlanAsked
-from holdfast.core.job.plan_events import PlanPartAgreed as PlanPartAgreed
-from holdfast.core.job.plan_events import PlanSettled as PlanSettled
-from holdfast.core.job.plan_events import RankGivenUp as RankGivenUp
-from holdfast.core.job.plan_events import RulesChanged as RulesChanged
 from holdfast.core.kernel import Event
 from holdfast.model.checkpoint import Version
 from holdfast.model.dataset import Dataset, Piece, Position
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason, Phase
+from holdfast.model.order import Plan
 from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointCall
@@ -537,4 +526,101 @@ class PieceSetAside(Event):
     name: str
     piece: Piece
     attempts: int
+    why: str
+
+
+# ---- what people ask of a running job, and what follows for its nodes ----------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAsked(Event):
+    """Somebody asks for a change of the running job; a plan may be told more than once."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPartAgreed(Event):
+    """A plan is carried out, of which this is the part for another role."""
+
+    part: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RulesChanged(Event):
+    """A plan changed the size of the job."""
+
+    rules: m.JobRules
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettled(Event):
+    """What became of a plan: it is done, or why it cannot be."""
+
+    plan_id: str
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobSuspended(Event):
+    """Every node goes, and the job waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobResumed(Event):
+    """The nodes are ordered again."""
+
+    stopped: str = ""
+    """How the job was stopped from outside before; empty: it was suspended."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinClockSet(Event):
+    """Whether the time-out for a world counts: not while the job is suspended, nor while its
+    platform has no place for a node."""
+
+    runs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodesLeaving(Event):
+    """These nodes shall go: the next world forms without them."""
+
+    node_ids: tuple[NodeId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRaised(Event):
+    """A node that was out of memory is launched again with more."""
+
+    node_rank: NodeRank
+    before_mib: int
+    memory_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostAvoided(Event):
+    """No node is put on this machine any more if there are others."""
+
+    host: str
+    reason: ExitReason
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMoved(Event):
+    """A whole group of nodes is launched again under another number."""
+
+    group: int
+    successor: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankGivenUp(Event):
+    """A rank gets no node any more, unless somebody asks for another size."""
+
+    role: str
+    node_rank: NodeRank
     why: str
