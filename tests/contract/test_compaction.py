@@ -43,7 +43,6 @@ class Life:
         self.sync = Sync()
         core = Core([self.sync])
         core.route(ev.KvRequested, self.sync)
-        core.own(self.sync, rec.KvChanged, rec.KvAppended, rec.SessionRemembered, rec.ScopesDropped)
         for found in journal.load():
             core.replay(rec.decode_record(found.payload))
         self.problems: list[Exception] = []

@@ -22,6 +22,8 @@ class Beat(Event):
 class Listener:
     """Gives a node up when it was silent for too long."""
 
+    OWNS = ()
+
     def __init__(self, judged: Callable[[], None]) -> None:
         self._judged = judged
         self._due: float | None = None
@@ -42,6 +44,9 @@ class Listener:
 
     def deadline(self) -> float | None:
         return self._due
+
+    def validate(self) -> None:
+        pass
 
 
 class Watch:

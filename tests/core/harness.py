@@ -26,6 +26,7 @@ TICKS_MAX = 1000
 def replayed(spec: JobSpec, records: Sequence[Record]) -> JobCore:
     """A core as a restarted master has it: out of the journal's bytes."""
     fresh = build(spec, "job")
+    fresh.core.check_every_step()
     for record in records:
         fresh.core.replay(rec.decode_record(rec.encode_record(record)))
     return fresh
@@ -46,11 +47,18 @@ def of_kind(kind: type[OutcomePart], parts: Sequence[object]) -> list[OutcomePar
 
 
 class Job:
-    """One job under test. Every call is one event; `now` moves by `at` only."""
+    """One job under test. Every call is one event; `now` moves by `at` only.
 
-    def __init__(self, spec: JobSpec | None = None, *, started: bool = True) -> None:
+    `is_small`: the invariants of the machines are looked at after every step.
+    """
+
+    def __init__(
+        self, spec: JobSpec | None = None, *, started: bool = True, is_small: bool = True
+    ) -> None:
         self.spec = spec or JobSpec()
         self.machines = build(self.spec, "job")
+        if is_small:
+            self.machines.core.check_every_step()
         self.now = 0.0
         self.records: list[Record] = []
         self.node_of: dict[str, NodeId] = {}
@@ -390,9 +398,10 @@ def worlds(outcome: Outcome) -> list[list[int]]:
     ]
 
 
-def running_pair(**spec: int | float) -> Job:
+def running_pair(*, is_small: bool = True, **spec: int | float) -> Job:
     """Two nodes `a` and `b` (ranks 0 and 1) in a running world of round 1."""
-    job = Job(JobSpec(**{"min_nodes": 1, "max_nodes": 2, **spec}))  # type: ignore[arg-type]
+    asked = JobSpec(**{"min_nodes": 1, "max_nodes": 2, **spec})  # type: ignore[arg-type]
+    job = Job(asked, is_small=is_small)
     job.attach("a")
     job.attach("b")
     job.started("a", 1)

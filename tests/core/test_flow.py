@@ -3,12 +3,13 @@
 
 import inspect
 import typing
+from typing import Any
 
 import pytest
 
 from holdfast.core.job import commands, events, records, role_records
 from holdfast.core.job.flow import build
-from holdfast.core.kernel import Command, Event, Record
+from holdfast.core.kernel import Command, Event, Machine, Record, Tick
 from holdfast.master.service import Service
 from holdfast.model.job import JobSpec
 from tests.wire.samples import RECORDS
@@ -25,8 +26,30 @@ def defined_in(module: object, base: type) -> set[type]:
 ALL_RECORDS = defined_in(records, Record) | defined_in(role_records, Record)
 
 
+CORE = build(JobSpec(), "job").core
+ROUTES, MACHINES = CORE.routes(), CORE.machines
+
+
+def handled_by(machine: Machine[Any]) -> set[type[Event]]:
+    """What the machine says that it handles; mypy sees to it that it handles all of that."""
+    union = typing.get_type_hints(type(machine).handle)["event"]
+    return set(typing.get_args(union))
+
+
 def test_every_event_is_routed() -> None:
-    assert build(JobSpec(), "job").core.routed() == defined_in(events, Event)
+    assert ROUTES.keys() == defined_in(events, Event)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: type(machine).__name__)
+def test_a_machine_is_told_what_it_handles_and_nothing_else(machine: Machine[Any]) -> None:
+    told = {kind for kind, to in ROUTES.items() if type(machine) in map(type, to)}
+    assert handled_by(machine) - {Tick} == told
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: type(machine).__name__)
+def test_a_machine_handles_the_ticks_that_it_may_ask_for(machine: Machine[Any]) -> None:
+    may_ask = typing.get_type_hints(type(machine).deadline)["return"] is not type(None)
+    assert (Tick in handled_by(machine)) == may_ask
 
 
 def test_every_command_is_executed() -> None:
@@ -56,8 +79,6 @@ def test_a_foreign_record_is_refused_by_every_machine() -> None:
     class Foreign(Record, frozen=True):
         """Nobody's."""
 
-    job = build(JobSpec(), "job")
-    machines = (job.nodes, job.liveness, job.rendezvous, job.sync, job.verdicts, job.progress)
-    for machine in (*machines, job.checkpoints, job.hangs):
+    for machine in build(JobSpec(), "job").core.machines:
         with pytest.raises(TypeError):
             machine.apply(Foreign())

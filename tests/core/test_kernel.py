@@ -24,12 +24,18 @@ class Shout(Command):
     number: int
 
 
+LIMIT = 100
+"""No counter may reach it."""
+
+
 class Counted(Record, frozen=True):
     by: int
 
 
 class Counter:
     """Counts pings durably, and answers each with a fact and a command."""
+
+    OWNS: tuple[type[Record], ...] = (Counted,)
 
     def __init__(self, due_at: float | None = None) -> None:
         self.total = 0
@@ -55,17 +61,25 @@ class Counter:
     def deadline(self) -> float | None:
         return self.due_at
 
+    def validate(self) -> None:
+        assert self.total < LIMIT, self.total
+
+
+class Another(Counter):
+    """Beside the one whose records are counted."""
+
+    OWNS = ()
+
 
 def wired(*machines: Counter) -> Core:
     core = Core(machines)
     core.route(Pinged, machines[0])
     core.route(Echoed, *machines)
-    core.own(machines[0], Counted)
     return core
 
 
 def test_facts_re_enter_and_reach_every_machine_in_order() -> None:
-    first, second = Counter(), Counter()
+    first, second = Counter(), Another()
     outcome = wired(first, second).handle(Pinged(3), 1.0)
     assert first.heard == [(Pinged(3), 1.0), (Echoed(3), 1.0)]
     assert second.heard == [(Echoed(3), 1.0)]
@@ -74,7 +88,7 @@ def test_facts_re_enter_and_reach_every_machine_in_order() -> None:
 
 
 def test_a_tick_reaches_only_machines_that_are_due() -> None:
-    due, later, never = Counter(5.0), Counter(6.0), Counter()
+    due, later, never = Counter(5.0), Another(6.0), Another()
     core = wired(due, later, never)
     assert core.deadline() == 5.0
     core.handle(Tick(), 5.5)
@@ -82,7 +96,7 @@ def test_a_tick_reaches_only_machines_that_are_due() -> None:
 
 
 def test_a_core_without_deadlines_has_none() -> None:
-    assert wired(Counter(), Counter()).deadline() is None
+    assert wired(Counter(), Another()).deadline() is None
 
 
 def test_replay_and_snapshot_lead_to_the_same_state() -> None:
@@ -112,6 +126,19 @@ def test_an_event_is_routed_once() -> None:
         core.route(Pinged)
 
 
+def test_a_record_has_one_owner() -> None:
+    with pytest.raises(ValueError, match="Counted is owned twice"):
+        wired(Counter(), Counter())
+
+
+def test_a_step_that_breaks_an_invariant_is_an_error_where_that_is_looked_for() -> None:
+    core = wired(Counter())
+    core.handle(Pinged(LIMIT), 0.0)
+    core.check_every_step()
+    with pytest.raises(AssertionError, match="100"):
+        core.handle(Echoed(1), 0.0)
+
+
 def test_an_unrouted_event_or_record_is_an_error_and_not_silence() -> None:
     core = Core(())
     with pytest.raises(KeyError):
@@ -134,8 +161,10 @@ def test_a_deadline_that_moves_is_noticed_whoever_was_told() -> None:
             super().apply(record)
             self.due_at = 99.0 if record.by == 9 else self.due_at
 
-    first, second = Sleeper(), Sleeper()
-    core = wired(first, second)
+    class OtherSleeper(Sleeper):
+        OWNS = ()
+
+    core = wired(Sleeper(), OtherSleeper())
     assert core.deadline() is None
     core.handle(Pinged(3), 1.0)
     assert core.deadline() == 4.0

@@ -25,7 +25,7 @@ RECORD_BYTES_MAX = 3 * PIECE_BYTES
 
 
 def store() -> Job:
-    return running_pair(silence_s=10_000.0, lease_s=20_000.0)
+    return running_pair(is_small=False, silence_s=10_000.0, lease_s=20_000.0)
 
 
 def refused(job: Job, body: m.KvCall, why: str) -> None:

@@ -45,6 +45,8 @@ class Note(Record, frozen=True):
 class Notary:
     """A machine that writes everything down."""
 
+    OWNS = (Note,)
+
     def handle(self, event: Event, now: float) -> Outcome:
         return Outcome(facts=[Decided()], records=[Note()], commands=[Answer()])
 
@@ -56,6 +58,9 @@ class Notary:
 
     def deadline(self) -> float | None:
         return None
+
+    def validate(self) -> None:
+        pass
 
 
 class Desk:

@@ -22,9 +22,9 @@ from holdfast.agent.relay import Relay
 from holdfast.agent.stream import MasterStream
 from holdfast.agent.vault.vault import Vault
 from holdfast.agent.warmth import Warmth
-from holdfast.core.kernel import Command, Event, Tick
+from holdfast.core.kernel import Command, Tick
 from holdfast.core.node import events as ev
-from holdfast.core.node.workers import Workers
+from holdfast.core.node.workers import Handled, Workers
 from holdfast.model.errors import UsageError
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointPush
@@ -214,7 +214,7 @@ class Agent:
             self._doubt = "an agent was told to end at once"
         self.feed(ev.ShutdownRequested(reason, exit_code, flush, at_once))
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: Handled) -> None:
         """Let the core decide, and do what it says."""
         outcome = self._core.handle(event, self._loop.time())
         if not isinstance(event, ev.LeaseRenewed | Tick):

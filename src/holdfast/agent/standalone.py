@@ -17,9 +17,9 @@ from pathlib import Path
 
 from holdfast.agent.vault.vault import Vault
 from holdfast.core.job import events as ev
-from holdfast.core.job.checkpoints import Checkpoints
+from holdfast.core.job.checkpoints import Checkpoints, Handled
 from holdfast.core.job.commands import Push, Reply
-from holdfast.core.kernel import Event, Tick
+from holdfast.core.kernel import Tick
 from holdfast.model.errors import HoldfastError
 from holdfast.model.ids import Generation, Incarnation, NodeId, NodeRank, Round
 from holdfast.model.world import Member, World
@@ -88,7 +88,7 @@ class LocalLedger:
     def forget(self, number: int) -> None:
         self._waiting.pop(number, None)
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: Handled) -> None:
         now = self._loop.time() - self._began
         for command in self._machine.handle(event, now).commands:
             # Not at once: whoever asks has not got the number of its call yet.

@@ -13,9 +13,9 @@ A *machine* owns a part of the state. `handle(event, now)` decides and answers w
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct, field
 
@@ -57,10 +57,22 @@ class Tick(Event):
     """A deadline has passed."""
 
 
-class Machine(Protocol):
-    """A part of the state and the decisions over it. Only `handle` and `apply` change it."""
+E = TypeVar("E", bound=Event)
+E_contra = TypeVar("E_contra", bound=Event, contravariant=True)
 
-    def handle(self, event: Any, now: float) -> Outcome:
+
+class Machine(Protocol[E_contra]):
+    """A part of the state and the decisions over it. Only `handle` and `apply` change it.
+
+    `E_contra` is the union of the events that the machine handles. Routing it any other event is a
+    type error, and so is an event of the union that its `match` leaves out (`assert_never`).
+    """
+
+    @property
+    def OWNS(self) -> tuple[type[Record], ...]:
+        """The records that only this machine writes and applies."""
+
+    def handle(self, event: E_contra, now: float) -> Outcome:
         """Decide. Must not change durable state except through `apply` of a returned record."""
 
     def apply(self, record: Any) -> None:
@@ -72,8 +84,12 @@ class Machine(Protocol):
     def deadline(self) -> float | None:
         """When this machine next wants a Tick."""
 
+    def validate(self) -> None:
+        """Raise AssertionError where the state breaks an invariant. For tests and the simulator:
+        it may look at everything."""
 
-def commit(machine: Machine, outcome: Outcome, record: Record) -> None:
+
+def commit(machine: Machine[Any], outcome: Outcome, record: Record) -> None:
     """Make a record true and durable: what a machine does with every change it decides."""
     machine.apply(record)
     outcome.records.append(record)
@@ -82,29 +98,38 @@ def commit(machine: Machine, outcome: Outcome, record: Record) -> None:
 class Core:
     """Routes events to machines and facts back in. Knows nothing about what they mean."""
 
-    def __init__(self, machines: Sequence[Machine]) -> None:
-        self._machines = tuple(machines)
-        self._routes: dict[type[Event], tuple[Machine, ...]] = {}
-        self._owners: dict[type[Record], Machine] = {}
+    def __init__(self, machines: Sequence[Machine[Any]]) -> None:
+        #: In the order in which they write themselves down.
+        self.machines = tuple(machines)
+        self._routes: dict[type[Event], tuple[Machine[Any], ...]] = {}
+        self._owners: dict[type[Record], Machine[Any]] = {}
+        for machine in machines:
+            for record in machine.OWNS:
+                if record in self._owners:
+                    raise ValueError(f"{record.__name__} is owned twice")
+                self._owners[record] = machine
         #: The deadline of each machine, and who has been told something since.
-        self._deadlines: dict[Machine, float | None] = dict.fromkeys(machines)
-        self._told: dict[Machine, None] = dict.fromkeys(machines)
+        self._deadlines: dict[Machine[Any], float | None] = dict.fromkeys(machines)
+        self._told: dict[Machine[Any], None] = dict.fromkeys(machines)
         self._earliest: float | None = None
+        self._is_checked = False
 
-    def route(self, kind: type[Event], *machines: Machine) -> None:
+    def route(self, kind: type[E], *machines: Machine[E]) -> None:
         """Deliver this kind of event to these machines, in this order."""
         if kind in self._routes:
             raise ValueError(f"{kind.__name__} is routed twice")
         self._routes[kind] = machines
 
-    def own(self, machine: Machine, *kinds: type[Record]) -> None:
-        """Say whose records these are."""
-        for kind in kinds:
-            self._owners[kind] = machine
+    def routes(self) -> Mapping[type[Event], Sequence[Machine[Any]]]:
+        """Which machines each kind of event reaches, in order."""
+        return self._routes
 
-    def routed(self) -> frozenset[type[Event]]:
-        """Every kind of event that reaches a machine."""
-        return frozenset(self._routes)
+    def check_every_step(self) -> None:
+        """Let `handle` raise AssertionError where a step has broken an invariant of a machine.
+
+        For tests and the simulator: it takes as long as there is state.
+        """
+        self._is_checked = True
 
     def handle(self, event: Event, now: float) -> Outcome:
         """Run an event and all facts that follow from it; return everything that came out."""
@@ -113,7 +138,7 @@ class Core:
         while queue:
             current = queue.popleft()
             if type(current) is Tick:
-                targets = tuple(machine for machine in self._machines if _is_due(machine, now))
+                targets = tuple(machine for machine in self.machines if _is_due(machine, now))
             else:
                 targets = self._routes[type(current)]
             for machine in targets:
@@ -123,6 +148,9 @@ class Core:
                     continue
                 result.add(outcome)
                 queue.extend(outcome.facts)
+        if self._is_checked:
+            for machine in self.machines:
+                machine.validate()
         return result
 
     def replay(self, record: Record) -> None:
@@ -133,7 +161,7 @@ class Core:
 
     def snapshot(self) -> list[Record]:
         """Records that lead an empty core to the present durable state."""
-        return [record for machine in self._machines for record in machine.snapshot()]
+        return [record for machine in self.machines for record in machine.snapshot()]
 
     def deadline(self) -> float | None:
         """The earliest deadline of any machine. This is asked after every event."""
@@ -149,6 +177,6 @@ class Core:
         return self._earliest
 
 
-def _is_due(machine: Machine, now: float) -> bool:
+def _is_due(machine: Machine[Any], now: float) -> bool:
     at = machine.deadline()
     return at is not None and at <= now

@@ -50,6 +50,7 @@ class Master:
             wall=lambda: WALL_S + drivers.loop.time(),
             watch=self._watch,
         )
+        engine.core.core.check_every_step()
         await listen("{}:{}".format(*MASTER), engine.service, drivers.job.token)
         if drivers.scenario.managed:
             desk, platform = DeskPort(drivers.desk), PlatformPort(drivers.platform)

@@ -301,6 +301,7 @@ def _snapshot(core: JobCore, now: float) -> list[Entry]:
 def _replayed(stage: Stage, disk: Disk) -> JobCore:
     """A core as a restarted master has it: out of the bytes on the disk."""
     core = build(stage.scenario.spec(), "job")
+    core.core.check_every_step()
     for entry in disk.load():
         core.core.replay(decode_record(entry.payload))
     return core

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from holdfast.core.job.admission import rules_of
-from holdfast.core.kernel import Command, Event, Tick
+from holdfast.core.kernel import Command, Tick
 from holdfast.core.node import events as ev
-from holdfast.core.node.workers import Workers
+from holdfast.core.node.workers import Handled, Workers
 from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import CheckpointPush
 from holdfast.sim.clock import Clock, Task, Timer
@@ -83,7 +83,7 @@ class Agent:
         self.is_held = False
         self.guardian = Guardian(stage.clock, lambda: self.workers.values())
         #: What it will hear when it goes on; None while it does.
-        self._unheard: list[Event] | None = None
+        self._unheard: list[Handled] | None = None
         self.awake = stage.clock.promise()
         """Kept as long as it does not stand still."""
         self.awake.keep(None)
@@ -94,7 +94,7 @@ class Agent:
 
     # ---- the core -------------------------------------------------------------------------------
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: Handled) -> None:
         if not self.is_alive:
             return
         if self._unheard is not None:

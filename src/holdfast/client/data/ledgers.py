@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from holdfast.client.connection import LONGEST_WAIT_S, AgentClient, current
 from holdfast.core.job import events as ev
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.shards import Shards
+from holdfast.core.job.shards import Handled, Shards
 from holdfast.core.kernel import Event, Tick
 from holdfast.model.checkpoint import Version
 from holdfast.model.dataset import Dataset, Position
@@ -167,7 +167,7 @@ class OwnLedger:
             raise ProtocolError(f"{type(body).__name__} was answered {type(answer).__name__}")
         return answer
 
-    def _handle(self, event: Event) -> list[Event]:
+    def _handle(self, event: Handled) -> list[Event]:
         outcome = self._machine.handle(event, time.monotonic())
         for command in outcome.commands:
             if isinstance(command, Reply):

@@ -52,6 +52,18 @@ class Attempts:
         #: Why the last attempt failed; empty after a commit.
         self.problem = ""
 
+    def validate(self) -> None:
+        """One attempt gets its name at a time, only a whole one, and none is behind a commit."""
+        committed = self._state.newest(self._directory)
+        named = [attempt for attempt in self._open.values() if attempt.committer is not None]
+        assert len(named) <= 1, named
+        assert not any(attempt.missing for attempt in named), named
+        for attempt in self._open.values():
+            assert attempt.version >= committed, (attempt, committed)
+            assert attempt.orphans <= attempt.missing, attempt
+            assert attempt.writers.keys() <= attempt.missing, attempt
+            assert attempt.orphans.isdisjoint(attempt.writers), attempt
+
     # ---- what others want to know ---------------------------------------------------------------
 
     @property

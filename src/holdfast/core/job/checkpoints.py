@@ -20,7 +20,7 @@ from holdfast.core.job.commands import Reply
 from holdfast.core.job.crew import Crew
 from holdfast.core.job.gathering import Gathering
 from holdfast.core.job.series_state import SeriesState
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
+from holdfast.core.kernel import NOTHING, Outcome, Record, Tick
 from holdfast.model.checkpoint import NONE, Stored
 from holdfast.model.ids import NodeId, Round
 from holdfast.protocol import checkpoints as c
@@ -34,9 +34,30 @@ RETURN_S = 15.0
 
 BREAKPOINT = "the newest state in memory, as the world changed"
 
+Handled = (
+    ev.CheckpointRequested
+    | ev.DataMarks
+    | ev.VersionMarked
+    | ev.NodeReady
+    | ev.NodeAbsent
+    | ev.NodeSilent
+    | ev.NodeExpected
+    | ev.NodeLost
+    | ev.WorldFormed
+    | ev.MasterStarted
+    | ev.DatasetFollows
+    | ev.WorldFound
+    | ev.WorldBroken
+    | ev.WorldDone
+    | ev.JobFinished
+    | Tick
+)
+
 
 class Checkpoints:
     """All directories of the job."""
+
+    OWNS = (rec.CheckpointCommitted, rec.LineageSet, rec.VersionPositioned)
 
     def __init__(self) -> None:
         self._crew = Crew()
@@ -49,11 +70,13 @@ class Checkpoints:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         out = Outcome()
         match event:
             case ev.CheckpointRequested():
                 self._requested(out, event, now)
+                self._advance(out, self._touched(event.body), now)
+                return out
             case ev.DataMarks():
                 body = event.body
                 if self._crew.is_current(event.node_id, body.round):
@@ -76,19 +99,6 @@ class Checkpoints:
                 self._crew.formed(event.world)
                 for series in self._series.values():
                     series.round_over(out)
-            case Tick():
-                for series in self._series.values():
-                    series.attempts.expire(out, now)
-            case _:
-                self._job_event(event, now)
-        if isinstance(event, ev.CheckpointRequested):
-            self._advance(out, self._touched(event.body), now)
-        else:
-            self._advance(out, self._series.values(), now)
-        return out
-
-    def _job_event(self, event: Event, now: float) -> None:
-        match event:
             case ev.MasterStarted():
                 self._crew.nonce = event.nonce
             case ev.DatasetFollows():
@@ -99,13 +109,21 @@ class Checkpoints:
                 if event.done:
                     # Its agents may have something to say yet.
                     self._settling = (event.world.round, now + RETURN_S, now + SETTLE_S)
-            case ev.WorldBroken() if not event.by_plan:
-                self._breaks += 1
+            case ev.WorldBroken():
+                if not event.by_plan:
+                    self._breaks += 1
             case ev.WorldDone():
                 self._settling = (event.round, now, now + SETTLE_S)
             case ev.JobFinished():
                 self._ended = True
                 self._settling = None
+            case Tick():
+                for series in self._series.values():
+                    series.attempts.expire(out, now)
+            case _:
+                assert_never(event)
+        self._advance(out, self._series.values(), now)
+        return out
 
     def _touched(self, body: c.CheckpointCall) -> Iterable[SeriesState]:
         return () if isinstance(body, c.PeersAsk) else (self._of(body.directory),)
@@ -278,6 +296,11 @@ class Checkpoints:
             is_busy = any(series.is_busy for series in self._series.values())
             found.append(latest if is_busy else earliest)
         return min((at for at in found if at is not None), default=None)
+
+    def validate(self) -> None:
+        self._crew.validate()
+        for series in self._series.values():
+            series.attempts.validate()
 
     def apply(self, record: Record) -> None:
         self._state.apply(record)

@@ -31,6 +31,11 @@ class Crew:
         self.nonce = ""
         self._given = 0
 
+    def validate(self) -> None:
+        """A node is here or away; who is here is known."""
+        assert self.present.isdisjoint(self.absent), (self.present, self.absent)
+        assert self.present <= self._known.keys(), self.present
+
     @property
     def round(self) -> Round:
         return Round(0) if self.world is None else self.world.round

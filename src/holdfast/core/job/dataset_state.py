@@ -11,6 +11,9 @@ contain it: until then a restored model would not have seen its samples.
 
 from bisect import insort
 from dataclasses import dataclass
+from itertools import pairwise
+
+from msgspec.structs import replace
 
 from holdfast.core.job.cutting import Cutter
 from holdfast.core.job.registration import recipe
@@ -65,6 +68,23 @@ class DatasetState:
         self.problem = ""
         #: Samples reported as consumed, for people.
         self.reported = 0
+
+    def validate(self) -> None:
+        """A sample is in one place: no two pieces that are open, set aside or leased overlap."""
+        live = {number: one for of in self.live.values() for number, one in of.items()}
+        assert live == {n: one for n, one in self.leases.items() if one.is_live}, live.keys()
+        assert all(self.live.values()), self.live
+        for number, lease in self.leases.items():
+            assert number == lease.number < self.next_lease, lease
+            assert lease.piece.begin <= lease.reported <= lease.piece.end, lease
+            assert lease.marked <= lease.piece.end, lease
+            assert not lease.is_live or lease.piece.epoch == self.live_epoch, lease
+        assert self.open == sorted(self.open, key=lowest_last), self.open
+        assert self.failures.keys() <= set(self.open), self.failures
+        left = [replace(lease.piece, begin=lease.reported) for lease in live.values()]
+        for one, other in pairwise(sorted([*self.open, *self.aside, *left])):
+            is_same_extent = (one.epoch, one.extent) == (other.epoch, other.extent)
+            assert not is_same_extent or one.end <= other.begin, (one, other)
 
     # ---- looking --------------------------------------------------------------------------------
 

@@ -8,8 +8,6 @@ one step, everything that follows from an event is handled before the next event
 from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
-from holdfast.core.job import records as rec
-from holdfast.core.job import role_records as role
 from holdfast.core.job.checkpoints import Checkpoints
 from holdfast.core.job.demand import Demand
 from holdfast.core.job.hangs import Hangs
@@ -84,11 +82,36 @@ class JobCore:
 def build(spec: JobSpec, job: str) -> JobCore:
     """Create the machines and connect them."""
     demand = Demand(spec.limits)
-    nodes, roles, liveness = Nodes(spec, job, demand), Roles(spec, demand), Liveness(spec)
-    rendezvous, sync, verdicts, progress = Rendezvous(), Sync(), Verdicts(spec), Progress()
-    rest = checkpoints, tallies, shards, hangs = Checkpoints(), Tallies(), Shards(), Hangs(spec)
-    machines = (nodes, liveness, rendezvous, sync, verdicts, progress, *rest, roles)
-    core = Core(machines)
+    nodes, roles = Nodes(spec, job, demand), Roles(spec, demand)
+    liveness, rendezvous, sync = Liveness(spec), Rendezvous(), Sync()
+    verdicts, progress, hangs = Verdicts(spec), Progress(), Hangs(spec)
+    checkpoints, tallies, shards = Checkpoints(), Tallies(), Shards()
+    # A snapshot has the records of all machines in this order.
+    agents = nodes, liveness, rendezvous, sync, verdicts, progress
+    wired = JobCore(
+        core=Core((*agents, checkpoints, tallies, shards, hangs, roles)),
+        nodes=nodes,
+        liveness=liveness,
+        rendezvous=rendezvous,
+        sync=sync,
+        verdicts=verdicts,
+        progress=progress,
+        checkpoints=checkpoints,
+        tallies=tallies,
+        shards=shards,
+        hangs=hangs,
+        roles=roles,
+    )
+    _route(wired)
+    return wired
+
+
+def _route(job: JobCore) -> None:
+    """The map itself."""
+    core, nodes, roles = job.core, job.nodes, job.roles
+    liveness, rendezvous, sync = job.liveness, job.rendezvous, job.sync
+    verdicts, progress, hangs = job.verdicts, job.progress, job.hangs
+    checkpoints, tallies, shards = job.checkpoints, job.tallies, job.shards
 
     # Inputs.
     core.route(ev.MasterStarted, checkpoints, rendezvous, nodes, verdicts, shards, roles)
@@ -138,43 +161,12 @@ def build(spec: JobSpec, job: str) -> JobCore:
     for news in NEWS:
         core.route(news)
 
-    wired = JobCore(core, *machines)
-    _route_plans(wired)
-    _own_records(wired)
-    return wired
-
-
-def _route_plans(job: JobCore) -> None:
-    """What people ask of a running job, and what follows from it."""
-    core = job.core
-    core.route(ev.StopRequested, job.verdicts)
-    core.route(ev.PlanAsked, job.nodes, job.roles)
-    core.route(ev.PlanPartAgreed, job.nodes, job.roles)
-    core.route(ev.RulesChanged, job.verdicts, job.rendezvous)
-    core.route(ev.JobSuspended, job.verdicts, job.progress, job.roles)
-    core.route(ev.JobResumed, job.progress, job.rendezvous, job.nodes, job.roles)
-    core.route(ev.JoinClockSet, job.rendezvous)
-    core.route(ev.NodesLeaving, job.rendezvous)
-
-
-def _own_records(job: JobCore) -> None:
-    """Say whose records are whose."""
-    core = job.core
-    core.own(job.nodes, rec.RulesSet, rec.NodePlanned, rec.NodeAdmitted, rec.NodePhaseChanged)
-    core.own(job.nodes, rec.RelaunchCounted, rec.CountersSet, rec.NodePlaced, rec.NodeLeaves)
-    core.own(job.nodes, rec.RankWanted, rec.JobSized, rec.PlanSettled)
-    core.own(job.nodes, rec.HostBlamed, rec.GroupMoved, rec.LifeBegan)
-    core.own(job.rendezvous, rec.GenerationSet, rec.WorldAgreed, rec.RoundBroken, rec.NodeDone)
-    core.own(job.sync, rec.KvChanged, rec.KvAppended, rec.KvDropped, rec.QueueChanged)
-    core.own(job.sync, rec.SessionRemembered)
-    core.own(job.sync, rec.BarrierReleased, rec.ScopesDropped)
-    core.own(job.verdicts, rec.RestartCounted, rec.TrainingBegan)
-    core.own(job.verdicts, rec.JobClosed, rec.JobContinued)
-    core.own(job.hangs, rec.PatienceSet)
-    core.own(job.progress, rec.TimeSpent, rec.StepsSeen, rec.StageEntered, rec.IncidentNoted)
-    core.own(job.checkpoints, rec.CheckpointCommitted, rec.LineageSet, rec.VersionPositioned)
-    core.own(job.shards, rec.DatasetRegistered, rec.ShardsListed, rec.ShardsLeased)
-    core.own(job.shards, rec.ShardsReported, rec.LeasesReturned, rec.MarksFolded)
-    core.own(job.shards, rec.PositionsAdopted, rec.DatasetKept, rec.AnswerKept, rec.StreamGrown)
-    core.own(job.roles, role.RoleNodePlanned, role.RoleNodeChanged, role.RoleRankSet)
-    core.own(job.roles, role.RoleRelaunched, role.RoleAsked, role.RolePlanSettled, role.RolesSet)
+    # What people ask of a running job, and what follows from it.
+    core.route(ev.StopRequested, verdicts)
+    core.route(ev.PlanAsked, nodes, roles)
+    core.route(ev.PlanPartAgreed, nodes, roles)
+    core.route(ev.RulesChanged, verdicts, rendezvous)
+    core.route(ev.JobSuspended, verdicts, progress, roles)
+    core.route(ev.JobResumed, progress, rendezvous, nodes, roles)
+    core.route(ev.JoinClockSet, rendezvous)
+    core.route(ev.NodesLeaving, rendezvous)

@@ -22,12 +22,13 @@ How long a pause may be, unless the user says it in seconds:
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import assert_never
 
 from msgspec.structs import replace
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
+from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
@@ -62,8 +63,24 @@ class _Said:
     quiet_s: float = 0.0
 
 
+Handled = (
+    ev.BeatReceived
+    | ev.WorldFormed
+    | ev.WorldFound
+    | ev.NodeReady
+    | ev.NodeAbsent
+    | ev.DoneReported
+    | ev.WorldBroken
+    | ev.JobFinished
+    | ev.JobOpened
+    | Tick
+)
+
+
 class Hangs:
     """Who has not stepped for how long, and what this job's pauses are like."""
+
+    OWNS = (rec.PatienceSet,)
 
     def __init__(self, spec: JobSpec) -> None:
         #: None when the pauses that were seen decide.
@@ -83,7 +100,7 @@ class Hangs:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         match event:
             case ev.BeatReceived():
                 said = self._said.get(event.node_id)
@@ -95,16 +112,21 @@ class Hangs:
                 self._came_back(event.member.node_id, now)
             case ev.NodeAbsent():
                 self._still.discard(event.node_id)
-            case ev.DoneReported() if event.report.round == self._round:
-                self._said.pop(event.node_id, None)
-                self._still.discard(event.node_id)
+            case ev.DoneReported():
+                if event.report.round == self._round:
+                    self._said.pop(event.node_id, None)
+                    self._still.discard(event.node_id)
             case ev.WorldBroken() | ev.JobFinished():
                 self._watch_nobody()
-            case Tick() if self._late_at is not None and self._late_at <= now:
-                return self._late(now)
-            case ev.JobOpened() if self._asked_s is None and event.rules.max_restarts == 0:
-                # Nothing may be restarted: a mere suspicion must not end the job.
-                self._asked_s = math.inf
+            case ev.JobOpened():
+                if self._asked_s is None and event.rules.max_restarts == 0:
+                    # Nothing may be restarted: a mere suspicion must not end the job.
+                    self._asked_s = math.inf
+            case Tick():
+                if self._late_at is not None and self._late_at <= now:
+                    return self._late(now)
+            case _:
+                assert_never(event)
         return NOTHING
 
     def deadline(self) -> float | None:
@@ -226,6 +248,10 @@ class Hangs:
         return f" (the longest pause before was {longest_s:.0f} s)"
 
     # ---- durable state --------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        assert self._still <= self._said.keys(), self._still
+        assert self._said or self._late_at is None, self._late_at
 
     def apply(self, record: Record) -> None:
         match record:

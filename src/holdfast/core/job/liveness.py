@@ -12,15 +12,28 @@ gone. Once the first is heard again, the others have the time of a silence to co
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from typing import assert_never
 
 from holdfast.core.job import events as ev
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
+from holdfast.core.kernel import NOTHING, Outcome, Record, Tick
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
+
+Handled = (
+    ev.BeatReceived
+    | ev.NodeReady
+    | ev.NodeAbsent
+    | ev.NodeExpected
+    | ev.NodeLost
+    | ev.LeaseExpired
+    | Tick
+)
 
 
 class Liveness:
     """Deadlines of attached and absent nodes. Nothing here is durable: agents come back."""
+
+    OWNS = ()
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
@@ -42,7 +55,7 @@ class Liveness:
         #: Nodes not heard yet since nobody was: each has until its deadline, stream or none.
         self._missed: set[NodeId] = set()
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         match event:
             case ev.BeatReceived():
                 if event.node_id not in self._expires_at:
@@ -69,6 +82,8 @@ class Liveness:
                 self._lost(event, now)
             case ev.LeaseExpired():
                 self._leases.pop(event.node_id, None)
+            case _:
+                assert_never(event)
         return NOTHING
 
     def _absent(self, node_id: NodeId, now: float) -> None:
@@ -161,6 +176,17 @@ class Liveness:
         self._expires_at[node_id] = at
         self._queue(node_id, at)
         return True
+
+    def validate(self) -> None:
+        """A node is watched or under a lease, and the heap wakes us before its time is up."""
+        watched = self._expires_at.keys()
+        assert watched.isdisjoint(self._leases), self._leases
+        assert watched == self._why.keys(), self._why
+        for nodes in (self._broken, self._waits_for, self._missed):
+            assert nodes <= watched, nodes
+        for node_id, at in (self._expires_at | self._leases).items():
+            assert self._queued_at[node_id] <= at, node_id
+        assert set(self._heap) >= {(at, node_id) for node_id, at in self._queued_at.items()}
 
     def deadline(self) -> float | None:
         return self._heap[0][0] if self._heap else None

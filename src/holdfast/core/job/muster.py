@@ -32,6 +32,13 @@ class Muster:
         #: Worlds that were replaced, and that nobody has been seen to leave.
         self._unstopped: list[frozenset[NodeId]] = []
 
+    def validate(self) -> None:
+        """A node is here or away or lost, and only who is here is cold."""
+        here = self.ready.keys()
+        assert self.absent.isdisjoint(here), (here, self.absent)
+        assert self._leased.isdisjoint(here), (here, self._leased)
+        assert self.cold <= here, self.cold
+
     def arrived(self, member: Member, *, is_cold: bool, replaces: NodeId) -> None:
         self.ready[member.node_id] = member
         if replaces >= 0 and replaces not in self.leaving:

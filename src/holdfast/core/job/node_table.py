@@ -323,6 +323,27 @@ class NodeTable:
         self.down.end(node_id)
         self.mute.end(node_id)
 
+    def validate(self) -> None:
+        """Every index agrees with the nodes, and one rank has one node, or two that change."""
+        for node_id, node in self.nodes.items():
+            assert node.node_id == node_id < self.next_node_id, node
+            assert node.incarnation < self.next_incarnation, node
+            if not node.phase.is_final:
+                holder = self.nodes[self.live_by_rank[node.node_rank]]
+                is_known = holder is node or holder.node_id == node.replaces
+                assert is_known or node.node_id == holder.replaces, (node, holder)
+        for rank, node_id in self.live_by_rank.items():
+            assert self.is_live(node_id), (rank, node_id)
+            assert self.nodes[node_id].node_rank == rank, (rank, node_id)
+        for rank, node_id in self.ended_by_rank.items():
+            assert self.nodes[node_id].phase.is_final, (rank, node_id)
+        for key, node_id in self.by_key.items():
+            assert self.nodes[node_id].agent_key == key, (key, node_id)
+        assert all(map(self.is_live, self.leaving)), self.leaving
+        assert all(self.nodes[one].phase is Phase.PENDING for one in self.pending), self.pending
+        machines = Counter(node.machine for node in self.nodes.values() if node.machine)
+        assert machines == self.machines, (machines, self.machines)
+
     def snapshot(self) -> Iterable[Record]:
         if self.rules is not None:
             yield rec.RulesSet(self.rules)

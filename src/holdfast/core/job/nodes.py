@@ -11,6 +11,7 @@ fleet.py.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import assert_never
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
@@ -29,9 +30,47 @@ from holdfast.model.order import WORKER
 from holdfast.model.world import Member, World
 from holdfast.protocol import messages as m
 
+Handled = (
+    ev.BeatReceived
+    | ev.AttachRequested
+    | ev.NodeWarmed
+    | ev.NodeSilent
+    | ev.NodeSeen
+    | ev.LeaveRequested
+    | ev.LeaseExpired
+    | ev.PlanAsked
+    | ev.PlanPartAgreed
+    | ev.MasterStarted
+    | ev.GenerationRaised
+    | ev.WorldFormed
+    | ev.WorldFound
+    | ev.WorldBroken
+    | ev.FirstStepMade
+    | ev.JobResumed
+    | ev.JobFinished
+    | Tick
+)
+
 
 class Nodes:
     """The node table."""
+
+    OWNS = (
+        rec.RulesSet,
+        rec.NodePlanned,
+        rec.NodeAdmitted,
+        rec.NodePhaseChanged,
+        rec.RelaunchCounted,
+        rec.CountersSet,
+        rec.NodePlaced,
+        rec.NodeLeaves,
+        rec.RankWanted,
+        rec.JobSized,
+        rec.PlanSettled,
+        rec.HostBlamed,
+        rec.GroupMoved,
+        rec.LifeBegan,
+    )
 
     def __init__(self, spec: JobSpec, job: str, demand: Demand) -> None:
         self._spec = spec
@@ -47,15 +86,15 @@ class Nodes:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         outcome = Outcome()
         match event:
-            case ev.AttachRequested():
-                self._attach(outcome, event, now)
             case ev.BeatReceived():
                 if (node := self._table.nodes.get(event.node_id)) is not None:
                     node.heard(event.beat, now)
                 return NOTHING
+            case ev.AttachRequested():
+                self._attach(outcome, event, now)
             case ev.NodeWarmed():
                 self._fleet.departures.make_room(outcome, self._table.nodes[event.node_id])
             case ev.NodeSilent():
@@ -69,44 +108,48 @@ class Nodes:
                 outcome.commands.append(Reply(event.link, event.call, m.Done()))
             case ev.LeaseExpired():
                 self._stopped(outcome, event.node_id)
-            case ev.PlanAsked() if event.plan.role not in self._spec.roles:
-                self._fleet.ask(outcome, event.plan, now)
-            case ev.PlanPartAgreed() if event.part.role not in self._spec.roles:
-                self._fleet.carry_out(outcome, event.part, now)
-            case Tick():
-                self._fleet.tick(outcome, now)
-            case _:
-                self._job_event(outcome, event, now)
-        self._fleet.note_clock(outcome)
-        return outcome
-
-    def _job_event(self, outcome: Outcome, event: Event, now: float) -> None:
-        match event:
+            case ev.PlanAsked():
+                if event.plan.role not in self._spec.roles:
+                    self._fleet.ask(outcome, event.plan, now)
+            case ev.PlanPartAgreed():
+                if event.part.role not in self._spec.roles:
+                    self._fleet.carry_out(outcome, event.part, now)
             case ev.MasterStarted():
-                if event.nonce:
-                    began = (event.nonce, event.position, event.clock, event.zero_s)
-                    self._table.commit(outcome, rec.LifeBegan(*began))
-                self._start(outcome, now)
+                self._began(outcome, event, now)
             case ev.GenerationRaised():
                 self._generation, self._round = event.generation, event.round
             case ev.WorldFormed():
                 self._round, self._generation = event.world.round, event.world.generation
                 self._fleet.departures.formed(_ids(event.world), now)
-            case ev.WorldFound() if not event.broken:
-                self._fleet.departures.world = frozenset(_ids(event.world))
+            case ev.WorldFound():
+                if not event.broken:
+                    self._fleet.departures.world = frozenset(_ids(event.world))
             case ev.WorldBroken():
                 self._fleet.departures.broke(outcome)
             case ev.FirstStepMade():
                 self._fleet.departures.let_go(outcome)
-            case ev.JobResumed() if event.stopped and self._has_platform:
-                self._fleet.orders.fill(outcome, "the job goes on", now)
+            case ev.JobResumed():
+                if event.stopped and self._has_platform:
+                    self._fleet.orders.fill(outcome, "the job goes on", now)
             case ev.JobFinished():
                 self._ended = event
                 if self._has_platform:
                     self._fleet.finish(outcome)
+            case Tick():
+                self._fleet.tick(outcome, now)
+            case _:
+                assert_never(event)
+        self._fleet.note_clock(outcome)
+        return outcome
 
     def deadline(self) -> float | None:
         return self._fleet.deadline()
+
+    def _began(self, outcome: Outcome, event: ev.MasterStarted, now: float) -> None:
+        if event.nonce:
+            began = (event.nonce, event.position, event.clock, event.zero_s)
+            self._table.commit(outcome, rec.LifeBegan(*began))
+        self._start(outcome, now)
 
     def _start(self, outcome: Outcome, now: float) -> None:
         """Order what a managed job needs; order again what was ordered and never seen."""
@@ -278,6 +321,9 @@ class Nodes:
         node = self._table.nodes.get(node_id)
         if node is not None and not node.proven:
             self._table.commit(outcome, rec.NodePhaseChanged(node_id, node.phase))
+
+    def validate(self) -> None:
+        self._table.validate()
 
     def apply(self, record: Record) -> None:
         self._table.apply(record)

@@ -7,13 +7,14 @@ exactly even if it is heard of later: beats and reports say how long ago a step 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from msgspec.structs import replace
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.pace import Pace
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
+from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId, Round
 from holdfast.model.use import Use
 from holdfast.protocol.checkpoints import NodeRestore
@@ -54,8 +55,27 @@ class _Heard:
     last evaluation."""
 
 
+Handled = (
+    ev.BeatReceived
+    | ev.WorldBroken
+    | ev.WorldFormed
+    | ev.StartReported
+    | ev.WorldStarted
+    | ev.FirstStepLate
+    | ev.CheckpointRequested
+    | ev.RestoreAgreed
+    | ev.JobOpened
+    | ev.JobSuspended
+    | ev.JobResumed
+    | ev.JobFinished
+    | Tick
+)
+
+
 class Progress:
     """The job's stopwatch and its diary."""
+
+    OWNS = (rec.TimeSpent, rec.StepsSeen, rec.StageEntered, rec.IncidentNoted)
 
     def __init__(self) -> None:
         # Durable.
@@ -77,7 +97,7 @@ class Progress:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         if self._ended:
             return NOTHING
         match event:
@@ -89,47 +109,52 @@ class Progress:
                 return self._formed(event, now)
             case ev.StartReported():
                 return self._exact_detect(event.report.last_step_ago_s, now)
-            case ev.WorldStarted() if self._use is Use.RESTART:
-                return self._started(now)
-            case Tick() if self._is_stepless(now):
-                return self._works_without_steps(now)
+            case ev.WorldStarted():
+                if self._use is Use.RESTART:
+                    return self._started(now)
             case ev.FirstStepLate():
                 return self._late(event, now)
             case ev.CheckpointRequested() | ev.RestoreAgreed():
                 self._restoring(event, now)
-            case ev.JobOpened() if self._until is None:
-                outcome = Outcome()
-                commit(self, outcome, rec.TimeSpent(Use.IDLE, 0.0, now))
-                return outcome
-            case ev.JobSuspended() if not self._is_suspended:
-                self._is_suspended = True
-                if self._use is Use.RENDEZVOUS:
-                    return self._enter(Use.IDLE, now)
+            case ev.JobOpened():
+                if self._until is None:
+                    outcome = Outcome()
+                    commit(self, outcome, rec.TimeSpent(Use.IDLE, 0.0, now))
+                    return outcome
+            case ev.JobSuspended():
+                if not self._is_suspended:
+                    self._is_suspended = True
+                    if self._use is Use.RENDEZVOUS:
+                        return self._enter(Use.IDLE, now)
             case ev.JobResumed():
                 self._is_suspended = False
                 if self._round > 0:
                     return self._enter(Use.RENDEZVOUS, now)
             case ev.JobFinished():
-                outcome = Outcome()
-                if event.ok and self._use is Use.START:
-                    # A script that reports no step came to its end: it did work.
-                    self._settle(outcome, now, Use.PRODUCTIVE)
-                if event.ok:
-                    self._close_late(outcome)
-                outcome.add(self._enter(Use.IDLE, now))
-                self._ended = True
-                return outcome
+                return self._finished(event, now)
+            case Tick():
+                if (at := self.deadline()) is not None and at <= now:
+                    return self._works_without_steps(now)
+            case _:
+                assert_never(event)
         return NOTHING
+
+    def _finished(self, event: ev.JobFinished, now: float) -> Outcome:
+        outcome = Outcome()
+        if event.ok:
+            if self._use is Use.START:
+                # A script that reports no step came to its end: it did work.
+                self._settle(outcome, now, Use.PRODUCTIVE)
+            self._close_late(outcome)
+        outcome.add(self._enter(Use.IDLE, now))
+        self._ended = True
+        return outcome
 
     def deadline(self) -> float | None:
         if self._until is None or self._ended:
             return None
         since = _stepless_since(self._use, self._until, self._heard)
         return None if since is None else since + STEPLESS_S
-
-    def _is_stepless(self, now: float) -> bool:
-        at = self.deadline()
-        return at is not None and at <= now
 
     def _works_without_steps(self, now: float) -> Outcome:
         """All that is known of such a script is that its workers run: that is its work."""
@@ -297,11 +322,8 @@ class Progress:
 
     def _stop_productive(self, outcome: Outcome, now: float, last_step_ago_s: float) -> float:
         """Split the time until now into productive and detect; the latter is returned."""
-        if self._use is not Use.PRODUCTIVE:
+        if self._use is not Use.PRODUCTIVE or not self._has_stepped():
             self._settle(outcome, now, self._use)
-            return 0.0
-        if not self._has_stepped():
-            self._settle(outcome, now, Use.PRODUCTIVE)
             return 0.0
         if self._heard.stepless_from >= 0 and last_step_ago_s < 0:
             # Whatever this round did without a step, the next one does again.
@@ -373,6 +395,14 @@ class Progress:
         commit(self, outcome, rec.TimeSpent(now, seconds, self._until))
 
     # ---- durable state --------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """No use has taken less than no time, and all of them together not more than there was."""
+        until = self._until or 0.0
+        for use, seconds in self._spent.items():
+            assert seconds >= -1e-6 * max(1.0, until), (use, seconds)
+        assert sum(self._spent.values()) <= until * (1 + 1e-9) + 1e-6, (self._spent, until)
+        assert [*self._incidents] == sorted(self._incidents), [*self._incidents]
 
     def apply(self, record: Record) -> None:
         match record:

@@ -21,6 +21,7 @@ A world is agreed once and pushed; whoever missed the push gets it again when it
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import assert_never
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
@@ -29,7 +30,7 @@ from holdfast.core.job.join_clock import JoinClock
 from holdfast.core.job.mistakes import Failure, Mistakes
 from holdfast.core.job.muster import Muster
 from holdfast.core.job.world_state import WorldState
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
+from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import Generation, NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason
 from holdfast.model.world import World
@@ -41,9 +42,34 @@ GROW_AFTER_S = 1.0
 OTHERS_NAMED = 8
 """So many nodes that started in another way than most are named."""
 
+Handled = (
+    ev.NodeReady
+    | ev.NodeAbsent
+    | ev.NodeSilent
+    | ev.NodeExpected
+    | ev.NodeLost
+    | ev.FailureReported
+    | ev.DoneReported
+    | ev.StartReported
+    | ev.StoreOffered
+    | ev.NodeWarmed
+    | ev.LeaseExpired
+    | ev.JobOpened
+    | ev.RulesChanged
+    | ev.JoinClockSet
+    | ev.JobResumed
+    | ev.NodesLeaving
+    | ev.MasterStarted
+    | ev.WorldBroken
+    | ev.JobFinished
+    | Tick
+)
+
 
 class Rendezvous:
     """The present world and those who stand ready for the next."""
+
+    OWNS = (rec.GenerationSet, rec.WorldAgreed, rec.RoundBroken, rec.NodeDone)
 
     def __init__(self) -> None:
         self._rules: m.JobRules | None = None
@@ -63,16 +89,14 @@ class Rendezvous:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         match event:
             case ev.NodeReady():
                 return self._node_ready(event, now)
             case ev.NodeAbsent() | ev.NodeSilent():
                 self._muster.away(event.node_id)
-                return NOTHING
             case ev.NodeExpected():
                 self._muster.absent.add(event.node_id)
-                return NOTHING
             case ev.NodeLost():
                 return self._node_lost(event, now)
             case ev.FailureReported() | ev.DoneReported() | ev.StartReported():
@@ -88,13 +112,6 @@ class Rendezvous:
             case ev.LeaseExpired():
                 self._muster.stopped(event.node_id)
                 return self._form(now)
-            case Tick():
-                return self._tick(now)
-            case _:
-                return self._job_event(event, now)
-
-    def _job_event(self, event: Event, now: float) -> Outcome:
-        match event:
             case ev.JobOpened():
                 self._rules = event.rules
                 if not self._state.is_healthy:
@@ -110,18 +127,26 @@ class Rendezvous:
             case ev.NodesLeaving():
                 return self._leaving(event, now)
             case ev.MasterStarted():
-                outcome = Outcome()
-                commit(self, outcome, rec.GenerationSet(self._state.generation + 1))
-                outcome.facts.append(ev.GenerationRaised(self._state.generation, self._state.round))
-                if self._state.world is not None:
-                    outcome.facts.append(_found(self._state, self._state.world))
-                return outcome
+                return self._began()
             case ev.WorldBroken():
                 return self._broke(event, now)
             case ev.JobFinished():
                 self._ended = True
                 return self._over(event)
+            case Tick():
+                return self._tick(now)
+            case _:
+                assert_never(event)
         return NOTHING
+
+    def _began(self) -> Outcome:
+        """A new master serves: with a generation of its own, and the world that it found."""
+        outcome = Outcome()
+        commit(self, outcome, rec.GenerationSet(self._state.generation + 1))
+        outcome.facts.append(ev.GenerationRaised(self._state.generation, self._state.round))
+        if self._state.world is not None:
+            outcome.facts.append(_found(self._state, self._state.world))
+        return outcome
 
     def _node_ready(self, event: ev.NodeReady, now: float) -> Outcome:
         member = event.member
@@ -309,6 +334,11 @@ class Rendezvous:
                 self._hurt = False
             case rec.RoundBroken():
                 self._next_why = record.reason
+
+    def validate(self) -> None:
+        self._state.validate()
+        self._muster.validate()
+        assert self._started.keys() <= self._state.index.keys(), self._started
 
     def snapshot(self) -> Iterable[Record]:
         return self._state.snapshot()

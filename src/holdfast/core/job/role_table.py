@@ -77,6 +77,15 @@ class RoleTable:
         node = self.newest_of(place)
         return node is not None and node.phase is Phase.SUCCEEDED
 
+    def validate(self) -> None:
+        """The newest node of a rank is known, and an older one only as long as it lives."""
+        for place, node_id in self.newest.items():
+            assert self.nodes[node_id].place == place, (place, node_id)
+        for node_id, node in self.nodes.items():
+            assert node.node_id == node_id < self.next_node_id, node
+            is_newest = self.newest[node.place] == node_id
+            assert is_newest or (node_id < self.newest[node.place] and not node.phase.is_final)
+
     def apply(self, record: Record) -> None:
         match record:
             case rec.RoleNodePlanned():

@@ -7,6 +7,7 @@ when a rank that it cannot do without is not launched again any more.
 """
 
 from collections.abc import Iterable
+from typing import assert_never
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import role_records as rec
@@ -31,7 +32,7 @@ from holdfast.core.job.role_rules import (
     why_stopped,
 )
 from holdfast.core.job.role_table import Place, RoleNodeState, RoleTable, changed
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
+from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
@@ -43,9 +44,30 @@ from holdfast.model.role import RoleSpec
 FIRST_NODE_ID = 1_000_000
 """Beside nodes with agents, which count from 0: nobody has two nodes of one id."""
 
+Handled = (
+    ev.NodeSeen
+    | ev.MasterStarted
+    | ev.PlanAsked
+    | ev.PlanPartAgreed
+    | ev.JobSuspended
+    | ev.JobResumed
+    | ev.JobFinished
+    | Tick
+)
+
 
 class Roles:
     """The table of nodes without agents."""
+
+    OWNS = (
+        rec.RoleNodePlanned,
+        rec.RoleNodeChanged,
+        rec.RoleRankSet,
+        rec.RoleRelaunched,
+        rec.RoleAsked,
+        rec.RolePlanSettled,
+        rec.RolesSet,
+    )
 
     def __init__(self, spec: JobSpec, demand: Demand) -> None:
         self._spec = spec
@@ -59,7 +81,7 @@ class Roles:
         #: Until then nobody is given up for having been waited for too long.
         self._looks_until = 0.0
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         if not self._spec.roles:
             return NOTHING
         match event:
@@ -67,21 +89,27 @@ class Roles:
                 return self._seen(event, now)
             case ev.MasterStarted():
                 return self._start(now)
-            case Tick():
-                return self._look(now)
-            case ev.PlanAsked() if event.plan.role in self._spec.roles:
-                return self._plan(event.plan, now)
-            case ev.PlanPartAgreed() if event.part.role in self._spec.roles:
-                outcome = Outcome()
-                self._carry_out(outcome, event.part, now)
-                return outcome
-            case ev.JobSuspended() if WORKER not in self._spec.roles:
-                return self._suspend()
-            case ev.JobResumed() if WORKER not in self._spec.roles and not event.stopped:
-                return self._resume(now)
+            case ev.PlanAsked():
+                if event.plan.role in self._spec.roles:
+                    return self._plan(event.plan, now)
+            case ev.PlanPartAgreed():
+                if event.part.role in self._spec.roles:
+                    outcome = Outcome()
+                    self._carry_out(outcome, event.part, now)
+                    return outcome
+            case ev.JobSuspended():
+                if WORKER not in self._spec.roles:
+                    return self._suspend()
+            case ev.JobResumed():
+                if WORKER not in self._spec.roles and not event.stopped:
+                    return self._resume(now)
             case ev.JobFinished():
                 self._is_over = True
                 return self._remove(self._table.live(), "the job is over")
+            case Tick():
+                return self._look(now)
+            case _:
+                assert_never(event)
         return NOTHING
 
     def deadline(self) -> float | None:
@@ -90,6 +118,9 @@ class Roles:
         if overdue_at is not None:
             times.append(max(overdue_at, self._looks_until))
         return min((at for at in times if at is not None), default=None)
+
+    def validate(self) -> None:
+        self._table.validate()
 
     # ---- the life of a node ---------------------------------------------------------------------
 

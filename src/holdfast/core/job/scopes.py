@@ -57,6 +57,16 @@ class ScopeState:
     held_bytes: int = 0
     answers_bytes: int = 0
 
+    def validate(self) -> None:
+        assert all(self.queues.values()), "an empty queue is kept"
+        held = sum(cost(key, len(value)) for key, value in self.values.items())
+        held += sum(cost(key, len(one)) for key, queue in self.queues.items() for one in queue)
+        held += sum(cost(name, 0) for name in self.barriers)
+        assert held == self.held_bytes, (held, self.held_bytes)
+        heavy = [session for session, (_, answer) in self.sessions.items() if _weight(answer)]
+        assert sorted(heavy) == sorted(self.heavy), self.heavy
+        assert self.answers_bytes == sum(_weight(self.sessions[one][1]) for one in heavy)
+
     def has(self, key: str) -> bool:
         """Whether `check` and `wait` find it: a key, or a queue with elements."""
         return key in self.values or key in self.queues
@@ -184,6 +194,12 @@ class Scopes:
                     del self._scopes[number]
             case _:
                 raise TypeError(f"{record!r} is not a record of sync")
+
+    def validate(self) -> None:
+        """Only scopes that are wanted are held, and the sums are those of what they hold."""
+        for number, scope in self._scopes.items():
+            assert not self.is_over(number), number
+            scope.validate()
 
     def snapshot(self) -> Iterable[Record]:
         yield rec.ScopesDropped(self.first_round, self.world_nodes)

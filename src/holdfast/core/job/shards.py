@@ -12,6 +12,7 @@ A request is known by its session and number: a repeat gets the leases that it g
 """
 
 from collections.abc import Iterable
+from typing import assert_never
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
@@ -24,7 +25,7 @@ from holdfast.core.job.roll_call import RollCall
 from holdfast.core.job.shard_state import ShardState
 from holdfast.core.job.shard_view import Rate, describe
 from holdfast.core.job.takers import Takers
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
+from holdfast.core.kernel import Outcome, Record, Tick
 from holdfast.model.dataset import Dataset, Position
 from holdfast.protocol import data as d
 from holdfast.protocol import messages as m
@@ -32,9 +33,36 @@ from holdfast.protocol import messages as m
 WANT_MAX = 64
 """Pieces given for one request at most: who takes more leaves nothing for the others."""
 
+Handled = (
+    ev.DataRequested
+    | ev.DataMarks
+    | ev.RestoreAgreed
+    | ev.WorldFormed
+    | ev.WorldFound
+    | ev.NodeReady
+    | ev.NodeAbsent
+    | ev.NodeLost
+    | ev.RequestDropped
+    | ev.MasterStarted
+    | Tick
+)
+
 
 class Shards:
     """All datasets of the job."""
+
+    OWNS = (
+        rec.DatasetRegistered,
+        rec.ShardsListed,
+        rec.ShardsLeased,
+        rec.ShardsReported,
+        rec.LeasesReturned,
+        rec.MarksFolded,
+        rec.PositionsAdopted,
+        rec.DatasetKept,
+        rec.AnswerKept,
+        rec.StreamGrown,
+    )
 
     def __init__(self) -> None:
         self._state = ShardState()
@@ -51,13 +79,14 @@ class Shards:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         out = Outcome()
         match event:
-            case ev.DataRequested() if not self._roll_call.holds(event):
-                answer = self._requested(out, event, now)
-                if answer is not None:
-                    _reply(out, event, answer)
+            case ev.DataRequested():
+                if not self._roll_call.holds(event):
+                    answer = self._requested(out, event, now)
+                    if answer is not None:
+                        _reply(out, event, answer)
             case ev.DataMarks():
                 self._marked(out, event)
             case ev.RestoreAgreed():
@@ -65,31 +94,27 @@ class Shards:
             case ev.WorldFormed():
                 self._new_round(out, event.world.round)
                 out.facts.extend(self._roll_call.end())
+            case ev.WorldFound():
+                self._round = event.world.round
+                self._roll_call.begin(event)
             case ev.NodeReady():
                 self._takers.drop_node(event.member.node_id)
                 out.facts.extend(self._roll_call.came(event.member.node_id))
+            case ev.NodeAbsent():
+                self._takers.drop_node(event.node_id)
             case ev.NodeLost():
                 self._node_lost(out, event.node_id)
+            case ev.RequestDropped():
+                self._takers.drop(event.session, event.seq)
+                self._roll_call.drop(event.session, event.seq)
+            case ev.MasterStarted():
+                out.facts.extend(ev.DatasetFollows(path) for path in self._state.followers)
             case Tick():
                 for taker in self._takers.take_late(now):
                     _reply(out, taker.request, self._nothing(taker.request))
             case _:
-                return self._job_event(event)
+                assert_never(event)
         return out
-
-    def _job_event(self, event: Event) -> Outcome:
-        match event:
-            case ev.MasterStarted():
-                return Outcome(facts=[ev.DatasetFollows(path) for path in self._state.followers])
-            case ev.WorldFound():
-                self._round = event.world.round
-                self._roll_call.begin(event)
-            case ev.RequestDropped():
-                self._takers.drop(event.session, event.seq)
-                self._roll_call.drop(event.session, event.seq)
-            case ev.NodeAbsent():
-                self._takers.drop_node(event.node_id)
-        return NOTHING
 
     def _requested(self, out: Outcome, event: ev.DataRequested, now: float) -> m.Answer | None:
         body = event.body
@@ -265,6 +290,11 @@ class Shards:
 
     def deadline(self) -> float | None:
         return self._takers.deadline()
+
+    def validate(self) -> None:
+        for dataset in self._state.datasets.values():
+            dataset.validate()
+        self._takers.validate()
 
     def apply(self, record: Record) -> None:
         self._state.apply(record)

@@ -10,6 +10,7 @@ part of the durable state, so that a repeated request changes nothing and gets t
 """
 
 from collections.abc import Iterable, Sequence
+from typing import assert_never
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
@@ -24,7 +25,7 @@ from holdfast.core.job.scopes import (
     cost,
 )
 from holdfast.core.job.waits import HeldState, Waits
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick, commit
+from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId
 from holdfast.protocol import messages as m
 
@@ -34,9 +35,30 @@ INT_LIMIT = 1 << 63
 
 _Change = m.KvSet | m.KvMultiSet | m.KvAdd | m.KvCompareSet
 
+Handled = (
+    ev.KvRequested
+    | ev.WorldFormed
+    | ev.RequestDropped
+    | ev.NodeReady
+    | ev.NodeExpected
+    | ev.NodeAbsent
+    | ev.NodeLost
+    | Tick
+)
+
 
 class Sync:
     """The key-value store, its queues and its barriers."""
+
+    OWNS = (
+        rec.KvChanged,
+        rec.KvAppended,
+        rec.KvDropped,
+        rec.QueueChanged,
+        rec.SessionRemembered,
+        rec.BarrierReleased,
+        rec.ScopesDropped,
+    )
 
     def __init__(self) -> None:
         self._scopes = Scopes()
@@ -48,7 +70,7 @@ class Sync:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         match event:
             case ev.KvRequested():
                 return self._request(event, now)
@@ -72,6 +94,8 @@ class Sync:
                 self._nodes.discard(event.node_id)
                 self._forget_node(event.node_id)
                 return self._recheck_barriers()
+            case _:
+                assert_never(event)
         return NOTHING
 
     def _request(self, event: ev.KvRequested, now: float) -> Outcome:
@@ -327,6 +351,15 @@ class Sync:
         return self._waits.deadline()
 
     # ---- durable state --------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        self._scopes.validate()
+        self._waits.validate()
+        for (scope, name), arrived in self._arrived.items():
+            bodies = [self._waits[number].request.body for number in arrived.values()]
+            assert bodies, name
+            assert not self._scopes.is_over(scope), (scope, name)
+            assert all(isinstance(one, m.Barrier) and one.name == name for one in bodies), bodies
 
     def apply(self, record: Record) -> None:
         self._scopes.apply(record)

@@ -31,6 +31,14 @@ class Takers:
         #: Of which epoch of a dataset an idle worker wanted a piece, in vain, and could not wait.
         self._in_vain: dict[str, int] = {}
 
+    def validate(self) -> None:
+        """Every index leads to requests that wait, and each has an end."""
+        indexed = [*self._by_session.values()]
+        indexed += [number for numbers in self._by_node.values() for number in numbers]
+        indexed += [n for of in self._queues.values() for queue in of.values() for n in queue]
+        assert self._held.keys() >= set(indexed), indexed
+        assert {number for _, number in self._timeouts} >= self._held.keys(), self._timeouts
+
     def hold(self, request: ev.DataRequested, body: ShardsTake, now: float) -> bool:
         """Let a request wait; False if its asker does not want to."""
         if body.timeout_s <= 0:

@@ -8,16 +8,29 @@ after one beat of each. Its own counts begin anew with it, as counters of Promet
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, assert_never
 
 from holdfast.core.job import events as ev
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record
+from holdfast.core.kernel import NOTHING, Outcome, Record
 from holdfast.model.ids import NodeId
 from holdfast.protocol.checkpoints import Tally
+
+Handled = (
+    ev.BeatReceived
+    | ev.WorldBroken
+    | ev.NodeLost
+    | ev.WorldFormed
+    | ev.WorldFound
+    | ev.RestoreAgreed
+    | ev.CheckpointCommitted
+    | ev.AttemptFailed
+)
 
 
 class Tallies:
     """The newest tally of every node, and what the ledger did."""
+
+    OWNS = ()
 
     def __init__(self) -> None:
         #: By node: what it told last, and when.
@@ -41,7 +54,7 @@ class Tallies:
         self._commits = self._failures = 0
         self._committed_at: float | None = None
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         match event:
             case ev.BeatReceived():
                 self._heard.add(event.node_id)
@@ -75,6 +88,8 @@ class Tallies:
                 self._committed_at = now
             case ev.AttemptFailed():
                 self._failures += 1
+            case _:
+                assert_never(event)
         return NOTHING
 
     def _failed(self, node_id: NodeId, tally: Tally) -> Outcome:
@@ -119,8 +134,12 @@ class Tallies:
     def _agreed_step(self) -> int:
         return max(self._agreed.values(), default=-1)
 
-    def deadline(self) -> float | None:
-        return None
+    def deadline(self) -> None:
+        """Nothing here waits."""
+
+    def validate(self) -> None:
+        assert len(self._lost) <= 1, self._lost
+        assert self._told.keys() <= self._heard, (self._told, self._heard)
 
     def apply(self, record: Record) -> None:
         raise TypeError(f"{record!r} is not a record of the tallies: they have none")

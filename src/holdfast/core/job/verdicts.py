@@ -16,11 +16,12 @@ worker that was killed say nothing about the script: nothing waits because of th
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import assert_never
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import FinishJob, Reply
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, commit
+from holdfast.core.kernel import NOTHING, Outcome, Record, commit
 from holdfast.model.ids import Round
 from holdfast.model.job import BUDGET_BACK_S, JobSpec
 from holdfast.model.node import OF_THE_PROGRAM, ExitReason, asks_person
@@ -41,8 +42,27 @@ class _Budget:
     """How long the job had trained when the last one was counted."""
 
 
+Handled = (
+    ev.WorldHurt
+    | ev.FirstStepMade
+    | ev.WorldFormed
+    | ev.WorldFound
+    | ev.WorldStarted
+    | ev.WorkSettled
+    | ev.WorldImpossible
+    | ev.JournalBehind
+    | ev.StopRequested
+    | ev.JobOpened
+    | ev.RulesChanged
+    | ev.JobSuspended
+    | ev.MasterStarted
+)
+
+
 class Verdicts:
     """Budgets of worker failures, and how the job ended."""
+
+    OWNS = (rec.RestartCounted, rec.TrainingBegan, rec.JobClosed, rec.JobContinued)
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
@@ -68,20 +88,22 @@ class Verdicts:
         #: Of nodes lost in one step the first breaks the round, and the others only follow.
         self._judged = Round(0)
 
-    def handle(self, event: Event, now: float) -> Outcome:
-        if isinstance(event, ev.WorldFormed | ev.MasterStarted):
-            self._began_at = now
-        if isinstance(event, ev.WorldFormed | ev.WorldFound):
-            self._workers = event.world.size
+    def handle(self, event: Handled, now: float) -> Outcome:
         match event:
             case ev.WorldHurt():
                 return self._judge(event, now)
-            case ev.FirstStepMade() if not self._has_stepped or self._trains_since < 0:
-                outcome = Outcome()
-                commit(self, outcome, rec.TrainingBegan(event.at_s))
-                return outcome
-            case ev.WorldStarted() if self._runs_since < 0:
-                self._runs_since = now
+            case ev.FirstStepMade():
+                if not self._has_stepped or self._trains_since < 0:
+                    outcome = Outcome()
+                    commit(self, outcome, rec.TrainingBegan(event.at_s))
+                    return outcome
+            case ev.WorldFormed():
+                self._began_at, self._workers = now, event.world.size
+            case ev.WorldFound():
+                self._workers = event.world.size
+            case ev.WorldStarted():
+                if self._runs_since < 0:
+                    self._runs_since = now
             case ev.WorkSettled():
                 return self._end(ok=True, reason="every worker finished")
             case ev.WorldImpossible() | ev.JournalBehind():
@@ -94,16 +116,25 @@ class Verdicts:
                 self._rules = event.rules
             case ev.JobSuspended():
                 return self._pause()
-            case ev.MasterStarted() if self._closed is not None and self._closed.stopped:
-                outcome = Outcome(facts=[ev.JobResumed(self._closed.reason)])
-                commit(self, outcome, rec.JobContinued())
-                return outcome
-            case ev.MasterStarted() if self._closed is not None:
-                return Outcome(facts=[_fact(self._closed)], commands=[_command(self._closed)])
+            case ev.MasterStarted():
+                self._began_at = now
+                return self._end_again()
+            case _:
+                assert_never(event)
         return NOTHING
 
-    def deadline(self) -> float | None:
-        return None
+    def _end_again(self) -> Outcome:
+        """A job that was stopped goes on with this master; one that has ended has ended."""
+        if self._closed is None:
+            return NOTHING
+        if not self._closed.stopped:
+            return Outcome(facts=[_fact(self._closed)], commands=[_command(self._closed)])
+        outcome = Outcome(facts=[ev.JobResumed(self._closed.reason)])
+        commit(self, outcome, rec.JobContinued())
+        return outcome
+
+    def deadline(self) -> None:
+        """Nothing here waits."""
 
     def _pause(self) -> Outcome:
         """A job that waits trains nothing, and gets nothing back for it."""
@@ -211,6 +242,11 @@ class Verdicts:
         outcome.facts.append(_fact(closed))
         outcome.commands.append(_command(closed))
         return outcome
+
+    def validate(self) -> None:
+        for reason, budget in self._budgets.items():
+            assert 0 <= budget.back <= budget.count, (reason, budget)
+        assert self._failed_starts >= 0, self._failed_starts
 
     def apply(self, record: Record) -> None:
         match record:

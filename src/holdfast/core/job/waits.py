@@ -37,6 +37,16 @@ class Waits:
     def __getitem__(self, number: int) -> HeldState:
         return self._held[number]
 
+    def validate(self) -> None:
+        """Every index leads to requests that wait, and each has an end."""
+        indexed = [*self._by_session.values()]
+        indexed += [number for numbers in self._by_node.values() for number in numbers]
+        indexed += [number for numbers in self._for_key.values() for number in numbers]
+        assert self._held.keys() >= set(indexed), indexed
+        assert {number for _, number in self._timeouts} >= self._held.keys(), self._timeouts
+        for number, held in self._held.items():
+            assert number in self._by_node[held.request.node_id], number
+
     def hold(self, request: ev.KvRequested, keys: set[str], timeout_s: float, now: float) -> int:
         """Keep a request waiting; the number is how it is known here."""
         number = self._next

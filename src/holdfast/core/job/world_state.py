@@ -113,6 +113,17 @@ class WorldState:
             case _:
                 raise TypeError(f"{record!r} is not a record of the rendezvous")
 
+    def validate(self) -> None:
+        """What is derived from the world is that of this world, and a world has nodes."""
+        if self.world is None:
+            assert (self.round, self.index, self.done) == (0, {}, set()), self.round
+            return
+        assert self.world.members, self.world
+        assert self.world.round == self.round, (self.world, self.round)
+        assert self.world.generation <= self.generation, self.generation
+        assert list(self.index) == [member.node_id for member in self.world.members], self.index
+        assert self.done <= self.index.keys(), self.done
+
     def snapshot(self) -> Iterable[Record]:
         if self.world is not None:
             yield rec.WorldAgreed(self.world, self.why, self.planned, self.restarts, self.unstopped)

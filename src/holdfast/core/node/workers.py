@@ -7,10 +7,11 @@ what it leaves behind has ended, so that two rounds never run at once on one nod
 """
 
 from collections.abc import Iterable
+from typing import assert_never
 
 from msgspec.structs import replace
 
-from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
+from holdfast.core.kernel import NOTHING, Outcome, Record, Tick
 from holdfast.core.node import events as ev
 from holdfast.model.node import ExitReason, classify_exit, is_mistake
 from holdfast.protocol import messages as m
@@ -32,6 +33,22 @@ _SIGNAL_NAMES = {
     1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL",
     11: "SIGSEGV", 13: "SIGPIPE", 15: "SIGTERM", 19: "SIGSTOP", 20: "SIGTSTP", 24: "SIGXCPU",
 }  # fmt: skip
+
+Handled = (
+    ev.WorldReceived
+    | ev.StopReceived
+    | ev.StartFinished
+    | ev.WorkerExited
+    | ev.WorkerStopped
+    | ev.WorkerContinued
+    | ev.LeaseRenewed
+    | ev.EndReceived
+    | ev.ShutdownRequested
+    | ev.FencedOff
+    | ev.GivenUp
+    | ev.Flushed
+    | Tick
+)
 
 
 class Workers:
@@ -73,13 +90,13 @@ class Workers:
         """Whether this agent is on its way out."""
         return self._exit is not None
 
-    def handle(self, event: Event, now: float) -> Outcome:
+    def handle(self, event: Handled, now: float) -> Outcome:
         # An agent that stood still has missed the end of its lease, whatever it hears first then.
         outcome = self._hold_if_due(now)
         outcome.add(self._decide(event, now))
         return outcome
 
-    def _decide(self, event: Event, now: float) -> Outcome:
+    def _decide(self, event: Handled, now: float) -> Outcome:
         match event:
             case ev.WorldReceived():
                 return self._world(event.run)
@@ -89,64 +106,72 @@ class Workers:
                 return self._started(event)
             case ev.WorkerExited():
                 return self._exited_one(event, now)
-            case ev.WorkerStopped() if not self._is_held:
-                self._stopped[event.local_rank] = now + STOPPED_S
+            case ev.WorkerStopped():
+                if not self._is_held:
+                    self._stopped[event.local_rank] = now + STOPPED_S
             case ev.WorkerContinued():
                 self._stopped.pop(event.local_rank, None)
             case ev.LeaseRenewed():
                 return self._renew(event.until, now)
+            case ev.EndReceived():
+                return self._job_ended(event)
+            case ev.ShutdownRequested():
+                return self._shut_down(event)
+            case ev.FencedOff():
+                if self._exit is None:
+                    self._exit = ev.ExitAgent(1, event.reason, None)
+                    return self._head_for(None, gently=False)
+            case ev.GivenUp():
+                if self._exit is None:
+                    self._rejoins = True
+                    self._newest_round = 0
+                    return self._head_for(None, gently=False)
+            case ev.Flushed():
+                if self._exit is not None and self._is_flushing:
+                    self._is_flushing = False
+                    return self._settle()
             case Tick():
                 return self._tick(now)
             case _:
-                return self._going(event)
+                assert_never(event)
         return NOTHING
 
-    def _going(self, event: Event) -> Outcome:
-        """Events after which this agent, or its present identity, is over."""
+    def _job_ended(self, event: ev.EndReceived) -> Outcome:
+        if self._exit is None:
+            code = 0 if event.end.ok else 1
+            if event.end.stopped:
+                code = 128 + event.end.stopped
+                # The job goes on later: its next master need not wait for this node.
+                self._farewell = m.Leave(event.end.reason)
+            self._exit = ev.ExitAgent(code, event.end.reason, event.end)
+            self._must_flush = event.flush
+            return self._head_for(None, gently=True)
+        if event.end.ok:
+            # Asked to go when its work was done: what the job came to is what counts. If the
+            # exit was said already, it is said again with this.
+            self._exit = ev.ExitAgent(0, event.end.reason, event.end)
+            self._farewell = None
+            return self._settle()
+        return NOTHING
+
+    def _shut_down(self, event: ev.ShutdownRequested) -> Outcome:
         if self._exit is not None:
             # Asked again: SLURM and systemd ask more than once, and mean one end with one grace.
-            if isinstance(event, ev.ShutdownRequested) and event.at_once:
-                self._must_flush = self._is_flushing = False
-                return self._end_workers(gently=False)
-            if isinstance(event, ev.Flushed) and self._is_flushing:
-                self._is_flushing = False
-                return self._settle()
-            if isinstance(event, ev.EndReceived) and event.end.ok:
-                # Asked to go when its work was done: what the job came to is what counts. If the
-                # exit was said already, it is said again with this.
-                self._exit = ev.ExitAgent(0, event.end.reason, event.end)
-                self._farewell = None
-                return self._settle()
-            return NOTHING
+            if not event.at_once:
+                return NOTHING
+            self._must_flush = self._is_flushing = False
+            return self._end_workers(gently=False)
         outcome = Outcome()
-        match event:
-            case ev.EndReceived():
-                code = 0 if event.end.ok else 1
-                if event.end.stopped:
-                    code = 128 + event.end.stopped
-                    # The job goes on later: its next master need not wait for this node.
-                    self._farewell = m.Leave(event.end.reason)
-                self._exit = ev.ExitAgent(code, event.end.reason, event.end)
-                self._must_flush = event.flush
-                outcome.add(self._head_for(None, gently=True))
-            case ev.FencedOff():
-                self._exit = ev.ExitAgent(1, event.reason, None)
-                outcome.add(self._head_for(None, gently=False))
-            case ev.ShutdownRequested():
-                self._exit = ev.ExitAgent(event.exit_code, event.reason, None)
-                leave = m.Leave(event.reason)
-                # At once: a person's second Ctrl-C may come before the master's word of the first.
-                if event.at_once:
-                    outcome.commands.append(ev.Report(leave))
-                else:
-                    # Until this node has left, the others wait for its workers, which may still
-                    # compute, and for what it holds.
-                    self._must_flush, self._farewell = event.flush, leave
-                outcome.add(self._head_for(None, gently=not event.at_once))
-            case ev.GivenUp():
-                self._rejoins = True
-                self._newest_round = 0
-                outcome.add(self._head_for(None, gently=False))
+        self._exit = ev.ExitAgent(event.exit_code, event.reason, None)
+        leave = m.Leave(event.reason)
+        # At once: a person's second Ctrl-C may come before the master's word of the first.
+        if event.at_once:
+            outcome.commands.append(ev.Report(leave))
+        else:
+            # Until this node has left, the others wait for its workers, which may still compute,
+            # and for what it holds.
+            self._must_flush, self._farewell = event.flush, leave
+        outcome.add(self._head_for(None, gently=not event.at_once))
         return outcome
 
     def _world(self, run: m.RunWorld) -> Outcome:
