@@ -347,7 +347,7 @@ class Progress:
             commit(self, outcome, rec.StageEntered(Use.RENDEZVOUS, self._round))
         heard, price_s = self._heard, self._step_price_s
         if heard.steps > 1 and heard.first_step_at >= 0:
-            price_s = (heard.last_step_at - heard.first_step_at) / (heard.steps - 1)
+            price_s = max(0.0, heard.last_step_at - heard.first_step_at) / (heard.steps - 1)
         reached, total = self._reached(), self._steps_before + heard.steps
         commit(self, outcome, rec.StepsSeen(reached, total, price_s))
         self._round, self._heard = event.world.round, _Heard()
