@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from holdfast.client import AgentClient
-from holdfast.core.job.records import AnyRecord, decode_record
+from holdfast.core.job.records import decode_record
+from holdfast.core.kernel import Record
 from holdfast.protocol import messages as m
 from holdfast.runtime.journal import SqliteJournal
 from holdfast.runtime.token import read_token
@@ -41,7 +42,7 @@ def wait_held(master: MasterCommand, count: int = 1) -> None:
     until(lambda: observe(master)["store"]["waiting"] == count, LIMIT_S, f"{count} held requests")
 
 
-def records_of(state: Path) -> list[AnyRecord]:
+def records_of(state: Path) -> list[Record]:
     """The whole journal of a master that has ended."""
     journal = SqliteJournal.open(state, job=JOB)
     try:

@@ -11,19 +11,9 @@ A number alone is not enough: the journal may have grown past it since, with ano
 
 from collections.abc import Iterable
 
+from holdfast.core.job import records as rec
 from holdfast.core.kernel import Record
 from holdfast.protocol import messages as m
-
-
-class LifeBegan(Record, frozen=True):
-    """A master began to serve."""
-
-    life: str
-    after: int
-    """How many entries the journal had by then."""
-    clock: str = ""
-    zero_s: float = 0.0
-    """The name of its monotonic clock, and what that showed at job time 0."""
 
 
 class Lives:
@@ -31,7 +21,7 @@ class Lives:
 
     def __init__(self) -> None:
         #: How each of them began. The first one gives the journal its name.
-        self._began: dict[str, LifeBegan] = {}
+        self._began: dict[str, rec.LifeBegan] = {}
         #: Where those who are over ended, in this journal.
         self._ended: dict[str, int] = {}
         self.present = ""
@@ -56,7 +46,7 @@ class Lives:
             return ""
         return f"was told position {told.position}, and the journal ends at {ends}"
 
-    def apply(self, record: LifeBegan) -> None:
+    def apply(self, record: rec.LifeBegan) -> None:
         if self.present:
             self._ended[self.present] = record.after
         self._began[record.life] = record

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The durable changes of a job. Golden journals in tests/wire keep old ones readable."""
 
+from functools import reduce
+from operator import or_
+
 import msgspec
 from msgspec import Struct
 
-from holdfast.core.job.lives import LifeBegan as LifeBegan
-from holdfast.core.job.role_records import AnyRoleRecord
+from holdfast.core.job import role_records
 from holdfast.core.kernel import Record
 from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.dataset import Dataset, Lease, Piece, Position
@@ -18,6 +20,17 @@ class RulesSet(Record, frozen=True):
     """The first agent's rules became the job's."""
 
     rules: m.JobRules
+
+
+class LifeBegan(Record, frozen=True):
+    """A master began to serve."""
+
+    life: str
+    after: int
+    """How many entries the journal had by then."""
+    clock: str = ""
+    zero_s: float = 0.0
+    """The name of its monotonic clock, and what that showed at job time 0."""
 
 
 class GenerationSet(Record, frozen=True):
@@ -467,59 +480,15 @@ class AnswerKept(Record, frozen=True):
     leases: tuple[Lease, ...]
 
 
-AnyRecord = (
-    RulesSet
-    | GenerationSet
-    | LifeBegan
-    | NodePlanned
-    | NodePlaced
-    | NodeLeaves
-    | RankWanted
-    | JobSized
-    | PlanSettled
-    | HostBlamed
-    | GroupMoved
-    | NodeAdmitted
-    | NodePhaseChanged
-    | CountersSet
-    | RelaunchCounted
-    | AnyRoleRecord
-    | RestartCounted
-    | TrainingBegan
-    | WorldAgreed
-    | RoundBroken
-    | NodeDone
-    | JobClosed
-    | JobContinued
-    | KvChanged
-    | KvAppended
-    | KvDropped
-    | QueueChanged
-    | SessionRemembered
-    | BarrierReleased
-    | ScopesDropped
-    | TimeSpent
-    | StepsSeen
-    | StageEntered
-    | IncidentNoted
-    | PatienceSet
-    | CheckpointCommitted
-    | LineageSet
-    | VersionPositioned
-    | DatasetRegistered
-    | ShardsReported
-    | ShardsLeased
-    | LeasesReturned
-    | ShardsListed
-    | StreamGrown
-    | MarksFolded
-    | PositionsAdopted
-    | DatasetKept
-    | AnswerKept
+KINDS: tuple[type[Record], ...] = tuple(
+    kind
+    for kind in (*globals().values(), *vars(role_records).values())
+    if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
 )
+"""Every class above. Each machine declares which of them are its own (`OWNS`)."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(reduce(or_, KINDS))
 
 
 def encode_record(record: Record) -> bytes:
@@ -527,6 +496,6 @@ def encode_record(record: Record) -> bytes:
     return _encoder.encode(record)
 
 
-def decode_record(payload: bytes) -> AnyRecord:
+def decode_record(payload: bytes) -> Record:
     """A record from the journal; msgspec.DecodeError if it is none of ours."""
     return _decoder.decode(payload)

@@ -68,14 +68,3 @@ class RolesSet(Record, frozen=True):
 
     is_suspended: bool = False
     next_node_id: int = 0
-
-
-AnyRoleRecord = (
-    RoleNodePlanned
-    | RoleNodeChanged
-    | RoleRankSet
-    | RoleRelaunched
-    | RoleAsked
-    | RolePlanSettled
-    | RolesSet
-)
