@@ -18,6 +18,23 @@ from holdfast.protocol.data import DataCall, DataMarked
 
 
 @dataclass(frozen=True, slots=True)
+class Asked(Event):
+    """Base of what a node asks or reports: on which link, and under which number there."""
+
+    node_id: NodeId
+    link: int
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed(Asked):
+    """Base of what a worker asks, relayed by its agent, with the key of the request."""
+
+    session: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class MasterStarted(Event):
     """A master has replayed the journal and begins to serve."""
 
@@ -47,10 +64,7 @@ class NodeAbsent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveRequested(Event):
-    node_id: NodeId
-    link: int
-    call: int
+class LeaveRequested(Asked):
     reason: str
 
 
@@ -61,91 +75,59 @@ class BeatReceived(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StartReported(Event):
+class StartReported(Asked):
     """A node's workers of a round run."""
 
-    node_id: NodeId
-    link: int
-    call: int
     report: m.WorkersStarted
 
 
 @dataclass(frozen=True, slots=True)
-class StoreOffered(Event):
+class StoreOffered(Asked):
     """A node has a store server ready for the next round."""
 
-    node_id: NodeId
-    link: int
-    call: int
     port: int
 
 
 @dataclass(frozen=True, slots=True)
-class NodeWarmed(Event):
+class NodeWarmed(Asked):
     """A node that was cold has prepared its workers."""
-
-    node_id: NodeId
-    link: int
-    call: int
 
 
 @dataclass(frozen=True, slots=True)
-class FailureReported(Event):
-    node_id: NodeId
-    link: int
-    call: int
+class FailureReported(Asked):
     report: m.WorkersFailed
 
 
 @dataclass(frozen=True, slots=True)
-class DoneReported(Event):
-    node_id: NodeId
-    link: int
-    call: int
+class DoneReported(Asked):
     report: m.WorkersDone
 
 
 @dataclass(frozen=True, slots=True)
-class KvRequested(Event):
+class KvRequested(Relayed):
     """A worker's request, relayed by its agent."""
 
-    node_id: NodeId
-    link: int
-    call: int
-    session: str
-    seq: int
     body: m.KvCall
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRequested(Event):
+class CheckpointRequested(Asked):
     """What an agent asks the ledger of checkpoints, or tells it."""
 
-    node_id: NodeId
-    link: int
-    call: int
     body: CheckpointCall
 
 
 @dataclass(frozen=True, slots=True)
-class DataRequested(Event):
+class DataRequested(Relayed):
     """What a worker asks the ledger of shards, relayed by its agent."""
 
-    node_id: NodeId
-    link: int
-    call: int
-    session: str
-    seq: int
     body: DataCall
 
 
 @dataclass(frozen=True, slots=True)
-class DataMarks(Event):
+class DataMarks(Asked):
     """How far the workers of a node had come in their data when they saved a version."""
 
-    node_id: NodeId
-    link: int
-    call: int
     body: DataMarked
 
 
