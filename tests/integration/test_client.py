@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's client against a real master that is killed, and against peers that misbehave."""
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -13,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast import client as holdfast_client
@@ -29,10 +32,12 @@ from holdfast.model.errors import (
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
+from holdfast.runtime.transport import Link, listen
 from holdfast.worker.progress import ProgressCell
 from tests.integration.control import shut
 from tests.masters import ROOT, Master
 from tests.waiting import until
+from tests.wire.samples import MESSAGES
 
 LIMIT_S = 120.0
 SCOPES = itertools.count(1)
@@ -250,6 +255,50 @@ def test_a_wait_that_is_asked_again_keeps_its_limit(cutting: Cutting) -> None:
         get(client, "missing", timeout_s=5.0)
     # Less than twice the limit, with all the rest of it for a busy machine.
     assert 5.0 <= time.monotonic() - begun < 9.9
+
+
+@dataclass
+class Forgetful:
+    """A server that hangs up at the first request, and answers the second."""
+
+    asked: list[m.AnyMessage] = field(default_factory=list)
+
+    def opened(self, link: Link) -> None: ...
+
+    def received(self, link: Link, frame: m.Frame) -> None:
+        self.asked.append(frame.body)
+        if len(self.asked) == 1:
+            link.abort()
+        else:
+            link.answer(m.Done(), frame.call)
+
+    def closed(self, link: Link) -> None: ...
+
+
+WAITING = [
+    msgspec.structs.replace(body, timeout_s=10 * LIMIT_S)
+    for body in MESSAGES
+    if hasattr(body, "timeout_s")
+]
+
+
+@pytest.mark.parametrize("body", WAITING, ids=lambda body: type(body).__name__)
+def test_every_request_that_waits_waits_for_the_rest_of_its_time(
+    body: m.Call, tmp_path: Path
+) -> None:
+    async def ask() -> list[m.AnyMessage]:
+        server, address = Forgetful(), f"unix:{tmp_path}/sock"
+        listening = await listen(address, server, b"token")
+        client = AgentClient(address, b"token", scope=1)
+        assert await asyncio.to_thread(client.call, body, LIMIT_S) == m.Done()
+        client.close()
+        await listening.close()
+        return server.asked
+
+    first, again = asyncio.run(ask())
+    assert first == body
+    assert isinstance(again, type(body))
+    assert 0.0 <= getattr(again, "timeout_s", -1.0) <= LIMIT_S
 
 
 # ---- threads and forks --------------------------------------------------------------------------

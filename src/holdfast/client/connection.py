@@ -20,7 +20,6 @@ import msgspec
 from holdfast.model.errors import ProtocolError, RetryableError
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m
-from holdfast.protocol.checkpoints import PersistWait
 from holdfast.runtime.blocking import HANDSHAKE_S, dial, left, prove_token, refusal
 from holdfast.runtime.settings import WorkerSettings, worker_settings
 from holdfast.runtime.token import read_token
@@ -204,7 +203,10 @@ def _pauses() -> Iterator[float]:
 
 
 def _shortened(body: m.Call, left_s: float) -> m.Call:
-    """A request that is sent again waits for what is left of its time only."""
-    if isinstance(body, m.KvGet | m.KvWait | m.QueuePop | m.Barrier | PersistWait):
+    """A request that is sent again waits for what is left of its time only.
+
+    A request that waits no longer than it says has that in a field `timeout_s`.
+    """
+    if hasattr(body, "timeout_s"):
         return msgspec.structs.replace(body, timeout_s=max(0.0, min(body.timeout_s, left_s)))
     return body
