@@ -6,8 +6,7 @@ from typing import Protocol
 
 from holdfast.agent.readers import Readers
 from holdfast.protocol import messages as m
-from holdfast.protocol.checkpoints import VaultCall
-from holdfast.protocol.services import FROM_WORKERS
+from holdfast.protocol.services import METHODS, Answerer, Sender, may_send
 from holdfast.runtime.transport import Link
 
 
@@ -46,13 +45,16 @@ class Relay:
         self._pending[link.number] = set()
 
     def received(self, link: Link, frame: m.Frame) -> None:
-        if isinstance(frame.body, VaultCall):
-            self._vault.handle(link, frame)
-            return
-        if type(frame.body) not in FROM_WORKERS:
-            refusal = f"a worker may not send {type(frame.body).__name__}"
+        asked = frame.body
+        if not may_send(Sender.WORKER, asked):
+            refusal = f"a worker may not send {type(asked).__name__}"
             link.send(m.Refused("rejected", refusal), frame.call)
-            return
+        elif METHODS[type(asked)].answerer is Answerer.VAULT:
+            self._vault.handle(link, frame)
+        else:
+            self._pass_on(link, frame)
+
+    def _pass_on(self, link: Link, frame: m.Frame) -> None:
         pending, call, asked = self._pending[link.number], frame.call, frame.body
         reader = self._readers.asks(link, asked)
 

@@ -25,6 +25,7 @@ from holdfast.model.ids import Generation, Incarnation, NodeId, NodeRank, Round
 from holdfast.model.world import Member, World
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
+from holdfast.protocol.services import METHODS, Answerer
 from holdfast.runtime.observe import sayer
 from holdfast.runtime.signals import ignore_notices
 from holdfast.runtime.token import read_token
@@ -131,7 +132,8 @@ class Desk:
 
     def received(self, link: Link, frame: m.Frame) -> None:
         body = frame.body
-        if not isinstance(body, c.VaultCall):
+        method = METHODS.get(type(body))
+        if method is None or method.answerer is not Answerer.VAULT:
             refusal = f"there is no agent here that could answer {type(body).__name__}"
             link.send(m.Refused("rejected", refusal), frame.call)
             return

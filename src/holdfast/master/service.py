@@ -14,6 +14,7 @@ import msgspec
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job.flow import JobCore
+from holdfast.core.job.requests import event_of
 from holdfast.core.kernel import Command, Event
 from holdfast.master.farewell import Farewell
 from holdfast.master.showing import Showing
@@ -23,14 +24,9 @@ from holdfast.model.node import Phase
 from holdfast.ports.desk import Desk
 from holdfast.ports.platform import Platform
 from holdfast.protocol import messages as m
-from holdfast.protocol.checkpoints import CheckpointCall
-from holdfast.protocol.data import DataCall, DataMarked
-from holdfast.protocol.services import FROM_WORKERS
+from holdfast.protocol.services import Sender, may_send
 from holdfast.runtime.observe import Details, Level, Say, wall_clock
 from holdfast.runtime.transport import Link
-
-NOBODY = NodeId(-1)
-"""The node of a link that is no agent's: an observer, or a tool."""
 
 PROGRESS_S = 1.0
 """How often those who follow the job hear how it stands."""
@@ -140,57 +136,48 @@ class Service:
         self._links[link.number] = link
 
     def received(self, link: Link, frame: m.Frame) -> None:
-        body = frame.body
-        if self._is_finishing and (node := self._node_of.get(link.number)) is not None:
-            self._farewell.heard(node, body)
-        if type(body) in FROM_WORKERS:
-            self._from_worker(link, frame)
-        elif isinstance(body, m.Beat):
-            node_id = self._node_of.get(link.number)
+        body, node_id = frame.body, self._node_of.get(link.number)
+        if self._is_finishing and node_id is not None:
+            self._farewell.heard(node_id, body)
+        if isinstance(body, m.Beat):
+            # Of an agent that is not admitted, or no longer, it says nothing.
             if node_id is not None:
-                self._feed(ev.BeatReceived(node_id, body))
-                # An answer renews the lease: not after it was decided that the node is lost.
-                self._follow(cmd.Reply(link.number, frame.call, _DONE))
-                if self._showing is not None:
-                    self._showing.progressed()
+                self._beat(link.number, node_id, frame.call, body)
         elif isinstance(body, m.Dropped):
             self._feed(ev.RequestDropped(body.session, body.seq))
-        elif isinstance(body, m.Attach):
-            self._came(link.number)
-            self._attaching[link.number] = body.agent_key
-            self._coming[body.agent_key] += 1
-            self._farewell.gives_grace(body.grace_s)
-            self._feed(ev.AttachRequested(link.number, frame.call, body))
-        elif isinstance(body, m.Observe):
-            self._observe(link, frame.call, body)
-        elif isinstance(body, m.StopJob):
-            self._feed(ev.StopRequested(link.number, frame.call, body.reason))
-        else:
-            self._from_agent(link, frame)
-
-    def _from_worker(self, link: Link, frame: m.Frame) -> None:
-        body, node_id = frame.body, self._node_of.get(link.number, NOBODY)
-        asked = (node_id, link.number, frame.call, frame.session, frame.seq)
-        if not isinstance(body, DataCall):
-            self._feed(ev.KvRequested(*asked, cast(m.KvCall, body)))
-        elif node_id == NOBODY:
-            # Leases go back when their node is lost: only nodes of the job may have some.
-            _refuse_unattached(link, frame)
-        else:
-            self._feed(ev.DataRequested(*asked, body))
-
-    def _from_agent(self, link: Link, frame: m.Frame) -> None:
-        node_id = self._node_of.get(link.number)
-        if node_id is None:
-            _refuse_unattached(link, frame)
-        elif isinstance(frame.body, m.Parting):
-            self._farewell.parting(node_id, frame.body.doubt)
-            self._follow(cmd.Reply(link.number, frame.call, _DONE))
-        elif (event := _told_by_agent(node_id, link.number, frame)) is not None:
+        elif node_id is None and not may_send(Sender.ANYONE, body):
+            _refuse(link, frame, "came before the agent was attached")
+        elif (event := event_of(node_id, link.number, frame)) is not None:
+            if isinstance(body, m.Attach):
+                self._attaches(link.number, body)
             self._feed(event)
         else:
-            refusal = f"{type(frame.body).__name__} is not a request"
-            link.send(m.Refused("rejected", refusal), frame.call)
+            self._answer(link, node_id, frame)
+
+    def _beat(self, link: int, node_id: NodeId, call: int, beat: m.Beat) -> None:
+        self._feed(ev.BeatReceived(node_id, beat))
+        # An answer renews the lease: not after it was decided that the node is lost.
+        self._follow(cmd.Reply(link, call, _DONE))
+        if self._showing is not None:
+            self._showing.progressed()
+
+    def _answer(self, link: Link, node_id: NodeId | None, frame: m.Frame) -> None:
+        """What the core does not answer: this service does, or nothing in the master."""
+        match frame.body:
+            case m.Observe():
+                self._observe(link, frame.call, frame.body)
+            case m.Parting() if node_id is not None:
+                self._farewell.parting(node_id, frame.body.doubt)
+                self._follow(cmd.Reply(link.number, frame.call, _DONE))
+            case _:
+                _refuse(link, frame, "is not a request")
+
+    def _attaches(self, link: int, body: m.Attach) -> None:
+        """An agent asks for its admission; any that it asked for on this link before is moot."""
+        self._came(link)
+        self._attaching[link] = body.agent_key
+        self._coming[body.agent_key] += 1
+        self._farewell.gives_grace(body.grace_s)
 
     def closed(self, link: Link) -> None:
         self._links.pop(link.number, None)
@@ -364,30 +351,5 @@ class Service:
             self.finished.set_result(end)
 
 
-def _told_by_agent(node_id: NodeId, link: int, frame: m.Frame) -> Event | None:
-    """What an agent's frame means to the core; None if it is nothing that agents say."""
-    body, call = frame.body, frame.call
-    match body:
-        case m.WorkersStarted():
-            return ev.StartReported(node_id, link, call, body)
-        case m.Warmed():
-            return ev.NodeWarmed(node_id, link, call)
-        case m.StoreOffered():
-            return ev.StoreOffered(node_id, link, call, body.port)
-        case m.WorkersFailed() if body.failures:
-            return ev.FailureReported(node_id, link, call, body)
-        case m.WorkersDone():
-            return ev.DoneReported(node_id, link, call, body)
-        case m.Leave():
-            return ev.LeaveRequested(node_id, link, call, body.reason)
-        case DataMarked():
-            return ev.DataMarks(node_id, link, call, body)
-        case _ if isinstance(body, CheckpointCall):
-            return ev.CheckpointRequested(node_id, link, call, body)
-        case _:
-            return None
-
-
-def _refuse_unattached(link: Link, frame: m.Frame) -> None:
-    refusal = f"{type(frame.body).__name__} came before the agent was attached"
-    link.send(m.Refused("rejected", refusal), frame.call)
+def _refuse(link: Link, frame: m.Frame, why: str) -> None:
+    link.send(m.Refused("rejected", f"{type(frame.body).__name__} {why}"), frame.call)

@@ -12,12 +12,12 @@ from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job.flow import JobCore, build
 from holdfast.core.job.records import decode_record, encode_record
+from holdfast.core.job.requests import event_of
 from holdfast.core.kernel import Command, Event, Record, Tick
 from holdfast.model.ids import NodeId
 from holdfast.ports.journal import Entry
 from holdfast.protocol import messages as m
-from holdfast.protocol.checkpoints import CheckpointCall
-from holdfast.protocol.data import DataCall, DataMarked
+from holdfast.protocol.services import Sender, may_send
 from holdfast.sim.clock import Timer
 from holdfast.sim.disk import Disk
 from holdfast.sim.network import DOWN, Link
@@ -154,43 +154,24 @@ class Master:
     def received(self, link: Link, frame: m.Frame) -> None:
         if not self.is_alive:
             return
-        body, number = frame.body, link.number
-        node_id = self._node_of.get(number)
+        body, node_id = frame.body, self._node_of.get(link.number)
         if self._is_finishing and node_id is not None:
             self._heard_at = self._clock.now
-        if isinstance(body, m.Attach):
-            self._attaching[number] = body.agent_key
-            self.feed(ev.AttachRequested(number, frame.call, body))
+        if isinstance(body, m.Beat):
+            if node_id is not None:
+                self.feed(ev.BeatReceived(node_id, body))
+                link.send(DOWN, m.Done(), frame.call, position=self._position)
         elif isinstance(body, m.Dropped):
             self.feed(ev.RequestDropped(body.session, body.seq))
-        elif node_id is not None:
-            self._from_agent(link, frame, node_id)
-        elif not isinstance(body, m.Beat):
+        elif node_id is None and not may_send(Sender.ANYONE, body):
             link.send(DOWN, m.Refused("rejected", "it came before the attach"), frame.call)
-
-    def _from_agent(self, link: Link, frame: m.Frame, node_id: NodeId) -> None:
-        body, call, number = frame.body, frame.call, link.number
-        match body:
-            case m.Beat():
-                self.feed(ev.BeatReceived(node_id, body))
-                link.send(DOWN, m.Done(), call, position=self._position)
-            case m.WorkersStarted():
-                self.feed(ev.StartReported(node_id, number, call, body))
-            case m.WorkersFailed():
-                self.feed(ev.FailureReported(node_id, number, call, body))
-            case m.WorkersDone():
-                self.feed(ev.DoneReported(node_id, number, call, body))
-            case m.Leave():
-                self.feed(ev.LeaveRequested(node_id, number, call, body.reason))
-            case DataMarked():
-                self.feed(ev.DataMarks(node_id, number, call, body))
-            case _ if isinstance(body, DataCall):
-                asked = (node_id, number, call, frame.session, frame.seq, body)
-                self.feed(ev.DataRequested(*asked))
-            case _ if isinstance(body, CheckpointCall):
-                self.feed(ev.CheckpointRequested(node_id, number, call, body))
-            case _:
-                raise AssertionError(f"nobody sends {type(body).__name__} to the master")
+        elif (event := event_of(node_id, link.number, frame)) is not None:
+            if isinstance(body, m.Attach):
+                self._attaching[link.number] = body.agent_key
+            self.feed(event)
+        else:
+            # The model has no observers, and its agents part without a word.
+            raise AssertionError(f"nothing here answers {type(body).__name__}")
 
     def closed(self, link: Link) -> None:
         self._links.pop(link.number, None)

@@ -11,6 +11,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable
+from typing import assert_never
 
 from holdfast.agent.relay import Upstream
 from holdfast.agent.vault.arenas import Arenas
@@ -199,6 +200,8 @@ class Vault:
                 return await self._settled(keeper, body.timeout_s)
             case c.StepsRemove():
                 await keeper.depot.remove(body.steps)
+            case _:
+                assert_never(body)
         return m.Done()
 
     def _keeper_for(self, series: Series) -> SeriesKeeper:
