@@ -84,7 +84,7 @@ def test_a_frame_becomes_the_event_of_its_family(body: m.AnyMessage) -> None:
     if event is None:
         assert type(body) not in answered_by(Answerer.CORE)
         return
-    assert type(event) in build(JobSpec(), "job").core.routed()
+    assert type(event) in build(JobSpec(), "job").core.routes()
     said = {name: getattr(event, name) for name in type(event).__match_args__}
     assert (said["link"], said["call"]) == (LINK, CALL)
     assert said.get("node_id", NODE) == NODE
