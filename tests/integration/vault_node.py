@@ -81,6 +81,17 @@ async def node(
         server = await listen(socket, Relay(master, vault), TOKEN)
         stack.push_async_callback(server.close)
         vault.begin_round(1, 0)
+        series = Series(directory, slots=2, breakpoint=False, keep_last=keep_last)
+        workers = await stack.enter_async_context(two_workers(socket, TOKEN, series))
+        yield Node(vault, master, workers, directory, said)
+
+
+@asynccontextmanager
+async def two_workers(
+    socket: str, token: bytes, series: Series
+) -> AsyncIterator[list[VaultClient]]:
+    """The clients of the two workers of round 1 on one node, which have agreed what to restore."""
+    async with contextlib.AsyncExitStack() as stack:
         workers = []
         for rank in (0, 1):
             place = WorkerPlace(
@@ -93,13 +104,12 @@ async def node(
                 meeting_point="",
                 launcher=0,
             )
-            client = VaultClient(AgentClient(socket, TOKEN, scope=1), place, is_standalone=False)
+            client = VaultClient(AgentClient(socket, token, scope=1), place, is_standalone=False)
             stack.push_async_callback(asyncio.to_thread, client.close)
             workers.append(client)
-        series = Series(directory, slots=2, breakpoint=False, keep_last=keep_last)
         begin = [asyncio.to_thread(_begin, worker, series) for worker in workers]
         await asyncio.gather(*begin)
-        yield Node(vault, master, workers, directory, said)
+        yield workers
 
 
 def _begin(worker: VaultClient, series: Series) -> None:

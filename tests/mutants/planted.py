@@ -19,6 +19,9 @@ from types import CodeType, ModuleType
 import pytest
 
 FOUND_IN_DRIVERS = "tests/sim/test_driver_mode.py::test_what_was_once_found_stays_fixed"
+AGENT_FENCE = "tests/integration/test_agent_fence.py"
+IN_ITS_GRACE = f"{AGENT_FENCE}::test_an_agent_that_is_told_to_go_finishes_its_commit_in_its_grace"
+FENCED = f"{AGENT_FENCE}::test_nothing_changes_on_storage_once_the_fence_has_closed"
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,57 @@ MUTANTS = (
         "ready.kind, known)",
         "ready.kind)",
         (f"{FOUND_IN_DRIVERS}[seed-9000219]",),
+    ),
+    Mutant(
+        "vault_does_not_learn_of_the_lease",
+        "holdfast.agent.agent",
+        "Agent._lease_renewed",
+        "self._vault.leased(until)",
+        "None",
+        (
+            f"{FENCED}[it looks at its files-the master is silent]",
+            f"{FENCED}[it looks at its files-the master is away]",
+        ),
+    ),
+    Mutant(
+        "vault_does_not_learn_that_the_agent_is_fenced",
+        "holdfast.agent.agent",
+        "Agent.pushed",
+        "self._vault.given_up()",
+        "None",
+        (f"{FENCED}[it looks at its files-the master says so]",),
+    ),
+    Mutant(
+        "vault_does_not_learn_that_the_agent_was_given_up",
+        "holdfast.agent.agent",
+        "Agent.refused",
+        "self._vault.given_up()",
+        "None",
+        (f"{FENCED}[it looks at its files-the master had given it up]",),
+    ),
+    Mutant(
+        "only_the_attach_renews_the_lease_for_the_vault",
+        "holdfast.agent.vault.fence",
+        "Fence.leased",
+        "max(until, self._leased_until)",
+        "self._leased_until",
+        (f"{AGENT_FENCE}::test_an_agent_whose_lease_is_renewed_commits",),
+    ),
+    Mutant(
+        "retention_asks_no_fence",
+        "holdfast.agent.vault.storage",
+        "Depot.apply_retention",
+        "FencedStorage(await self._open(), fence)",
+        "await self._open()",
+        (f"{FENCED}[an old step is taken-the master is silent]",),
+    ),
+    Mutant(
+        "what_is_on_its_way_is_left_behind",
+        "holdfast.agent.vault.vault",
+        "Vault.flush",
+        "*(keeper.persister.settled() for keeper in others),",
+        "",
+        (f"{IN_ITS_GRACE}[False]",),
     ),
 )
 

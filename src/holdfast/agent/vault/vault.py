@@ -312,11 +312,16 @@ class Vault:
         ]
 
     async def flush(self, timeout_s: float) -> None:
-        """Bring the newest complete version of every series to storage before this node goes."""
-        keepers = self._unsaved()
+        """Let what is on its way to storage get there before this node goes, and bring the newest
+        complete version of every series that wants it at the end."""
+        unsaved = self._unsaved()
+        others = [keeper for keeper in self._series.values() if keeper not in unsaved]
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(self._flush_one(keeper) for keeper in keepers))
+                await asyncio.gather(
+                    *(self._flush_one(keeper) for keeper in unsaved),
+                    *(keeper.persister.settled() for keeper in others),
+                )
         except TimeoutError:
             self._means.say(
                 f"not every checkpoint reached storage within {timeout_s:g} s", Level.ERROR
