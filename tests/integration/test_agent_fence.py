@@ -2,7 +2,7 @@
 """What closes the fence of a real agent's real vault, while a commit of it stands still.
 
 The lease is over because the master's answers do not come, or because it cannot be reached; the
-master has given the agent up, and says so at once or when the agent is back. When
+master has given the agent up, and says so at once or when the agent is back; the agent leaves. When
 the fence has closed the commit goes on, or what removes old steps after it. Nothing on storage may
 change then, but for the one thing that checkpoint/commit.py says: the tracker follows a checkpoint
 that has its name.
@@ -338,11 +338,24 @@ async def master_had_given_it_up(node: AgentNode) -> None:
     await node.master.hears(lambda: node.master.attached[-1].ended_key)
 
 
+async def agent_ends_at_once(node: AgentNode) -> None:
+    node.agent.shut_down("SIGINT, twice", 130, at_once=True)
+    await node.master.body.hears(m.Leave, 1)
+
+
+async def grace_is_over(node: AgentNode) -> None:
+    """It had time to bring to storage what was on its way there."""
+    node.agent.shut_down("SIGTERM", 143)
+    await node.master.body.hears(m.Leave, 1)
+
+
 CAUSES: dict[str, tuple[Callable[[AgentNode], Awaitable[None]], str]] = {
     "the master is silent": (master_is_silent, "has not answered for the whole lease"),
     "the master is away": (master_is_away, "has not answered for the whole lease"),
     "the master says so": (master_says_fenced, "the master has given this node up"),
     "the master had given it up": (master_had_given_it_up, "the master has given this node up"),
+    "the agent ends at once": (agent_ends_at_once, "the agent ends"),
+    "its grace is over": (grace_is_over, "the agent ends"),
 }
 
 # ---- the tests ----------------------------------------------------------------------------------

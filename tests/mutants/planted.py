@@ -164,6 +164,17 @@ MUTANTS = (
         (f"{FENCED}[it looks at its files-the master had given it up]",),
     ),
     Mutant(
+        "vault_does_not_learn_that_the_agent_leaves",
+        "holdfast.agent.agent",
+        "Agent._part",
+        "self._vault.left()",
+        "None",
+        (
+            f"{FENCED}[it looks at its files-the agent ends at once]",
+            f"{FENCED}[it looks at its files-its grace is over]",
+        ),
+    ),
+    Mutant(
         "only_the_attach_renews_the_lease_for_the_vault",
         "holdfast.agent.vault.fence",
         "Fence.leased",

@@ -382,6 +382,8 @@ class Agent:
     def _part(self) -> None:
         if not self._has_parted:
             self._has_parted = True
+            # From now on others may commit what this node has written.
+            self._vault.left()
             self._report(m.Parting(self._doubt))
 
     def _report(

@@ -336,10 +336,14 @@ class Vault:
         if state.problem:
             self._means.say(f"{keeper.series.directory}: {state.problem}", Level.WARNING)
 
-    async def close(self) -> None:
-        """End: what is not on storage or on other nodes by now is gone."""
+    def left(self) -> None:
+        """This node leaves the job: it commits and removes nothing more."""
         for keeper in self._series.values():
             keeper.depot.close()
+
+    async def close(self) -> None:
+        """End: what is not on storage or on other nodes by now is gone."""
+        self.left()
         for tasks in self._held.values():
             for task in tasks:
                 task.cancel()
