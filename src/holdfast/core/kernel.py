@@ -19,6 +19,9 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct, field
 
+WAIT_MAX_S = 10 * 365 * 86400.0
+"""No wait is longer than any job: keeps odd numbers out of the arithmetic."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -9,8 +9,6 @@ from now on. A node that is about to go does not count, and no rank that was giv
 from collections.abc import Callable, Collection
 
 from holdfast.core.job.node_table import NOBODY, NodeTable
-from holdfast.core.job.role_rules import resized
-from holdfast.core.job.role_table import Place, RoleTable
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.order import WORKER, Move, Plan
@@ -98,36 +96,3 @@ def of_ranks(
         memory_mib=sum(max(mib - memory_mib, 0) for _, mib, _ in special),
         cpu_milli=sum(milli - cpu_milli for _, _, milli in special if milli),
     )
-
-
-def of_places(table: RoleTable, spec: JobSpec, plan: Plan = NO_CHANGE) -> Resources:
-    """What the nodes without agents ask for, once the plan is done."""
-    moves = {move.node_id: move for move in plan.migrate}
-    total = NOTHING
-    for place in _places(table, plan):
-        role, node = spec.roles[place[0]], table.newest_of(place)
-        memory_mib, cpu_milli = table.asked.get(place[0], (0, 0))
-        if place[0] == plan.role:
-            memory_mib, cpu_milli = plan.memory_mib or memory_mib, plan.cpu_milli or cpu_milli
-        if node is not None:
-            move = moves.get(node.node_id, STAYS)
-            memory_mib = max(memory_mib, move.memory_mib or node.planned.memory_mib)
-            cpu_milli = move.cpu_milli or max(cpu_milli, node.planned.cpu_milli)
-        total += Resources(
-            cpu_milli=cpu_milli or role.node_cpu_milli,
-            memory_mib=max(memory_mib, role.node_memory_mib),
-            gpus=role.node_gpus,
-        )
-    return total
-
-
-def _places(table: RoleTable, plan: Plan) -> Collection[Place]:
-    """Who has a node or gets one, once the plan is done."""
-    places = table.wanted - {table.nodes[node_id].place for node_id in plan.remove}
-    new = {(plan.role, rank) for rank in plan.add}
-    if plan.nodes is not None:
-        of_role = sorted(place for place in places if place[0] == plan.role)
-        come, go = resized(of_role, table.given_up, plan.role, plan.nodes)
-        places, new = places - set(go), new | set(come)
-    at_work = {place for place in places if place not in table.given_up} | new
-    return {place for place in at_work if not table.has_ended_well(place)}

@@ -12,7 +12,7 @@ from typing import assert_never
 from holdfast.core.job import events as ev
 from holdfast.core.job import role_records as rec
 from holdfast.core.job.commands import AnswerPlan, LaunchNode, RemoveNode
-from holdfast.core.job.demand import Demand, described, of_places
+from holdfast.core.job.demand import Demand, described
 from holdfast.core.job.launch_queue import LaunchQueue
 from holdfast.core.job.pending import LOOK_S
 from holdfast.core.job.role_rules import (
@@ -25,6 +25,7 @@ from holdfast.core.job.role_rules import (
     judge,
     name_of,
     next_overdue,
+    of_places,
     order_of,
     plan_node,
     problem_of,

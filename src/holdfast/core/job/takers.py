@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.waits import WAIT_MAX_S
+from holdfast.core.kernel import WAIT_MAX_S
 from holdfast.protocol.data import ShardsTake
 
 

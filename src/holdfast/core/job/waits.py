@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from holdfast.core.job import events as ev
+from holdfast.core.kernel import WAIT_MAX_S
 from holdfast.model.ids import NodeId
-
-WAIT_MAX_S = 10 * 365 * 86400.0
-"""Longer than any job; keeps odd numbers out of the arithmetic."""
 
 
 @dataclass(slots=True)
