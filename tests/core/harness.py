@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.admission import rules_of
 from holdfast.core.job.flow import JobCore, build
+from holdfast.core.job.membership.admission import rules_of
 from holdfast.core.kernel import Command, Event, Outcome, Record, Tick
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec

@@ -14,7 +14,7 @@ from typing import TypeVar
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.admission import rules_of
+from holdfast.core.job.membership.admission import rules_of
 from holdfast.core.kernel import Outcome
 from holdfast.model.checkpoint import NONE, SHARED, Holding, Shape, Version, rank_part
 from holdfast.model.ids import NodeId, NodeRank

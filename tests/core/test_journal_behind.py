@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
-from holdfast.core.job.admission import rules_of
 from holdfast.core.job.flow import JobCore, build
+from holdfast.core.job.membership.admission import rules_of
 from holdfast.core.job.records import decode_record, encode_record
 from holdfast.core.kernel import Outcome
 from holdfast.model.dataset import Dataset

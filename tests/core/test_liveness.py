@@ -5,7 +5,7 @@ import sys
 import time
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.liveness import Liveness
+from holdfast.core.job.membership.liveness import Liveness
 from holdfast.core.kernel import NOTHING, Event, Tick
 from holdfast.model.ids import Incarnation, NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec

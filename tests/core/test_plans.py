@@ -5,7 +5,7 @@ import pytest
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.departures import LEAVE_S
+from holdfast.core.job.membership.departures import LEAVE_S
 from holdfast.core.kernel import Outcome
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec

@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
-from holdfast.core.job.demand import Demand
-from holdfast.core.job.pending import LOOK_S
+from holdfast.core.job.membership.demand import Demand
+from holdfast.core.job.membership.pending import LOOK_S
 from holdfast.core.job.records import decode_record, encode_record
 from holdfast.core.job.roles import FIRST_NODE_ID, Roles
 from holdfast.core.kernel import Event, Outcome, Record, Tick

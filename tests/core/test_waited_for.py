@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.pending import LOOK_S
+from holdfast.core.job.membership.pending import LOOK_S
 from holdfast.core.kernel import Outcome
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
-from holdfast.core.job.admission import rules_of
+from holdfast.core.job.membership.admission import rules_of
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase

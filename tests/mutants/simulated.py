@@ -61,7 +61,7 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "journal_that_is_behind_is_believed",
-        "core.job.nodes",
+        "core.job.membership.nodes",
         "Nodes._attach",
         "why_behind(attach, table)",
         '""',
@@ -96,7 +96,7 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "settled_plan_is_done_again_after_a_restart",
-        "core.job.fleet",
+        "core.job.membership.fleet",
         "Fleet.resume",
         "",
         "self._table.wanted.plans.clear()",

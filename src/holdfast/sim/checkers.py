@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.admission import BEHIND
 from holdfast.core.job.flow import JobCore
+from holdfast.core.job.membership.admission import BEHIND
 from holdfast.core.job.records import encode_record
 from holdfast.core.kernel import Event, Record
 from holdfast.model.checkpoint import NONE, SHARED, Shape, Version

@@ -13,7 +13,7 @@ from holdfast.agent.agent import Agent, AgentPorts, AgentSettings
 from holdfast.agent.group import Program
 from holdfast.agent.processes import RunMode
 from holdfast.agent.vault.vault import Vault
-from holdfast.core.job.admission import rules_of
+from holdfast.core.job.membership.admission import rules_of
 from holdfast.core.node.environment import Launch
 from holdfast.model.checkpoint import Version
 from holdfast.model.errors import HoldfastError

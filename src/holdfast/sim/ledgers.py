@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.admission import rules_of
 from holdfast.core.job.commands import Push, Reply
 from holdfast.core.job.flow import build
+from holdfast.core.job.membership.admission import rules_of
 from holdfast.core.kernel import Event, Tick
 from holdfast.model.checkpoint import NONE, FileEntry, Shape, Stored, Version, rank_part
 from holdfast.model.dataset import Dataset, Lease

@@ -7,7 +7,7 @@ It does what agent/agent.py and agent/pulse.py do with the commands of the core.
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from holdfast.core.job.admission import rules_of
+from holdfast.core.job.membership.admission import rules_of
 from holdfast.core.kernel import Command, Tick
 from holdfast.core.node import events as ev
 from holdfast.core.node.workers import Handled, Workers

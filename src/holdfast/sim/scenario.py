@@ -7,7 +7,7 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.core.job.departures import LEAVE_S
+from holdfast.core.job.membership.departures import LEAVE_S
 from holdfast.model.dataset import BY_SHARD, IN_ORDER, STREAM, Dataset, Extent
 from holdfast.model.job import NODE_RELAUNCHES, WORKER_RESTARTS, JobSpec
 from holdfast.model.node import ExitReason

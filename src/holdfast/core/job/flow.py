@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
 from holdfast.core.job.checkpoints import Checkpoints
-from holdfast.core.job.demand import Demand
 from holdfast.core.job.hangs import Hangs
-from holdfast.core.job.liveness import Liveness
-from holdfast.core.job.nodes import Nodes
+from holdfast.core.job.membership.demand import Demand
+from holdfast.core.job.membership.liveness import Liveness
+from holdfast.core.job.membership.nodes import Nodes
 from holdfast.core.job.progress import Progress
 from holdfast.core.job.rendezvous import Rendezvous
 from holdfast.core.job.roles import Roles

@@ -7,7 +7,7 @@ from itertools import islice
 
 from holdfast.core.job import role_records as rec
 from holdfast.core.job.commands import LaunchNode, RemoveNode
-from holdfast.core.job.demand import NO_CHANGE, STAYS
+from holdfast.core.job.membership.demand import NO_CHANGE, STAYS
 from holdfast.core.job.role_table import Place, RoleNodeState, RoleTable
 from holdfast.core.kernel import Command
 from holdfast.model.ids import NodeRank

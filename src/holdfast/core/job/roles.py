@@ -12,9 +12,9 @@ from typing import assert_never
 from holdfast.core.job import events as ev
 from holdfast.core.job import role_records as rec
 from holdfast.core.job.commands import AnswerPlan, LaunchNode, RemoveNode
-from holdfast.core.job.demand import Demand, described
-from holdfast.core.job.launch_queue import LaunchQueue
-from holdfast.core.job.pending import LOOK_S
+from holdfast.core.job.membership.demand import Demand, described
+from holdfast.core.job.membership.launch_queue import LaunchQueue
+from holdfast.core.job.membership.pending import LOOK_S
 from holdfast.core.job.role_rules import (
     OF_OTHERS,
     RoleLoss,

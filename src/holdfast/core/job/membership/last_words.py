@@ -9,7 +9,7 @@ orders the successor without it.
 
 from dataclasses import dataclass
 
-from holdfast.core.job.node_table import NodeState
+from holdfast.core.job.membership.node_table import NodeState
 from holdfast.model.ids import NodeId
 from holdfast.model.node import ExitReason
 

@@ -13,7 +13,7 @@ All time is job time: it goes on across restarts of the master.
 
 from itertools import islice
 
-from holdfast.core.job.node_table import NOBODY, NodeState, NodeTable
+from holdfast.core.job.membership.node_table import NOBODY, NodeState, NodeTable
 from holdfast.model.job import JobSpec
 from holdfast.model.node import Phase
 

@@ -9,9 +9,9 @@ critical ones never. When it grows, it takes the lowest ranks that are not wante
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from holdfast.core.job.admission import sized, why_impossible
-from holdfast.core.job.demand import of_ranks
-from holdfast.core.job.node_table import NodeTable
+from holdfast.core.job.membership.admission import sized, why_impossible
+from holdfast.core.job.membership.demand import of_ranks
+from holdfast.core.job.membership.node_table import NodeTable
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.order import NODES_MAX, WORKER, Move, Plan

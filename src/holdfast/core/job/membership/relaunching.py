@@ -9,8 +9,8 @@ changes nothing by itself, it is launched again as it was.
 
 from dataclasses import dataclass
 
-from holdfast.core.job.demand import Demand
-from holdfast.core.job.node_table import NodeState, NodeTable
+from holdfast.core.job.membership.demand import Demand
+from holdfast.core.job.membership.node_table import NodeState, NodeTable
 from holdfast.model.job import JobSpec
 from holdfast.model.node import OF_THE_PROGRAM, ExitReason
 from holdfast.model.role import NOT_RAISED, raised_memory_mib

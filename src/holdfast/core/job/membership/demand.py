@@ -8,7 +8,7 @@ from now on. A node that is about to go does not count, and no rank that was giv
 
 from collections.abc import Callable, Collection
 
-from holdfast.core.job.node_table import NOBODY, NodeTable
+from holdfast.core.job.membership.node_table import NOBODY, NodeTable
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
 from holdfast.model.order import WORKER, Move, Plan

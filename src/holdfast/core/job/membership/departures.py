@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import RemoveNode
-from holdfast.core.job.node_table import NodeState, NodeTable
+from holdfast.core.job.membership.node_table import NodeState, NodeTable
 from holdfast.core.kernel import Outcome
 from holdfast.model.ids import NodeId
 from holdfast.model.node import ExitReason, Phase

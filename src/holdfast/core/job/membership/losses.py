@@ -8,15 +8,15 @@ A rank that is given up is not wanted any more: the job goes on without it, or e
 from dataclasses import replace
 
 from holdfast.core.job import events as ev
-from holdfast.core.job import pending
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import RemoveNode
-from holdfast.core.job.demand import Demand
-from holdfast.core.job.failed_hosts import blame
-from holdfast.core.job.last_words import LastWords, Loss
-from holdfast.core.job.node_table import NodeState, NodeTable
-from holdfast.core.job.ordering import Orders, down_since
-from holdfast.core.job.relaunching import Relaunch, judge, memory_of
+from holdfast.core.job.membership import pending
+from holdfast.core.job.membership.demand import Demand
+from holdfast.core.job.membership.failed_hosts import blame
+from holdfast.core.job.membership.last_words import LastWords, Loss
+from holdfast.core.job.membership.node_table import NodeState, NodeTable
+from holdfast.core.job.membership.ordering import Orders, down_since
+from holdfast.core.job.membership.relaunching import Relaunch, judge, memory_of
 from holdfast.core.kernel import Outcome
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec

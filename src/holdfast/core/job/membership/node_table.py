@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.failed_hosts import FailedHosts
-from holdfast.core.job.lives import Lives
+from holdfast.core.job.membership.failed_hosts import FailedHosts
+from holdfast.core.job.membership.lives import Lives
+from holdfast.core.job.membership.since import Since
+from holdfast.core.job.membership.wanted import Wanted
 from holdfast.core.job.pace import Pace
-from holdfast.core.job.since import Since
-from holdfast.core.job.wanted import Wanted
 from holdfast.core.kernel import Outcome, Record
 from holdfast.model.ids import Incarnation, NodeId, NodeRank
 from holdfast.model.node import ExitReason, Phase

@@ -6,15 +6,15 @@ again by a restarted master. What follows from a loss is in losses.py.
 """
 
 from holdfast.core.job import events as ev
-from holdfast.core.job import pending, scaling
 from holdfast.core.job import records as rec
-from holdfast.core.job.admission import sized
 from holdfast.core.job.commands import AnswerPlan, RemoveNode
-from holdfast.core.job.demand import Demand, described, of_ranks
-from holdfast.core.job.departures import Departures
-from holdfast.core.job.losses import Losses
-from holdfast.core.job.node_table import NodeTable
-from holdfast.core.job.ordering import Orders, moved_node
+from holdfast.core.job.membership import pending, scaling
+from holdfast.core.job.membership.admission import sized
+from holdfast.core.job.membership.demand import Demand, described, of_ranks
+from holdfast.core.job.membership.departures import Departures
+from holdfast.core.job.membership.losses import Losses
+from holdfast.core.job.membership.node_table import NodeTable
+from holdfast.core.job.membership.ordering import Orders, moved_node
 from holdfast.core.kernel import Outcome
 from holdfast.model.ids import NodeRank
 from holdfast.model.job import JobSpec

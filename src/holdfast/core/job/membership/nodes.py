@@ -15,13 +15,13 @@ from typing import assert_never
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.admission import refusal_of, rules_of, rules_of_agent, why_behind
 from holdfast.core.job.commands import Bind, Drop, Push, RemoveNode, Reply
-from holdfast.core.job.demand import Demand
-from holdfast.core.job.fleet import Fleet
-from holdfast.core.job.last_words import Loss
-from holdfast.core.job.lives import Lives
-from holdfast.core.job.node_table import NOBODY, NodeState, NodeTable
+from holdfast.core.job.membership.admission import refusal_of, rules_of, rules_of_agent, why_behind
+from holdfast.core.job.membership.demand import Demand
+from holdfast.core.job.membership.fleet import Fleet
+from holdfast.core.job.membership.last_words import Loss
+from holdfast.core.job.membership.lives import Lives
+from holdfast.core.job.membership.node_table import NOBODY, NodeState, NodeTable
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec

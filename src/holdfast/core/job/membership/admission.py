@@ -3,7 +3,7 @@
 
 from msgspec.structs import replace
 
-from holdfast.core.job.node_table import NodeTable
+from holdfast.core.job.membership.node_table import NodeTable
 from holdfast.model.errors import UsageError
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec

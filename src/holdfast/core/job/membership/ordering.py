@@ -4,8 +4,8 @@
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import LaunchNode
-from holdfast.core.job.launch_queue import LaunchQueue
-from holdfast.core.job.node_table import NOBODY, NodeState, NodeTable
+from holdfast.core.job.membership.launch_queue import LaunchQueue
+from holdfast.core.job.membership.node_table import NOBODY, NodeState, NodeTable
 from holdfast.core.kernel import Outcome
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec
