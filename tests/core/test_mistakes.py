@@ -4,7 +4,7 @@
 import pytest
 
 from holdfast.core.job import commands as cmd
-from holdfast.core.job.mistakes import WAIT_S
+from holdfast.core.job.rendezvous.mistakes import WAIT_S
 from holdfast.core.kernel import Command, Outcome, Tick
 from holdfast.core.node import events as node_ev
 from holdfast.core.node.workers import MISTAKE_S

@@ -68,14 +68,14 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "late_report_counts_for_the_present_round",
-        "core.job.rendezvous",
+        "core.job.rendezvous.rendezvous",
         "Rendezvous._reported",
         "event.report.round == self._state.round and not self._state.broken",
         "not self._state.broken",
     ),
     _mutant(
         "missed_world_is_not_sent_again",
-        "core.job.rendezvous",
+        "core.job.rendezvous.rendezvous",
         "Rendezvous._node_ready",
         "event.round != self._state.round and member.node_id not in self._state.done",
         "False",
@@ -110,7 +110,7 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "silent_world_is_replaced_at_once",
-        "core.job.rendezvous",
+        "core.job.rendezvous.rendezvous",
         "Rendezvous._must_not_form",
         "return self._muster.is_leased(self._state.index) or self._muster.has_unstopped()",
         "return False",

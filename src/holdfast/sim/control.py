@@ -12,7 +12,7 @@ from typing import Protocol
 from holdfast.core.job import events as ev
 from holdfast.core.job.flow import build
 from holdfast.core.job.membership.admission import rules_of
-from holdfast.core.job.rendezvous import GROW_AFTER_S
+from holdfast.core.job.rendezvous.rendezvous import GROW_AFTER_S
 from holdfast.core.kernel import Event, Tick
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec

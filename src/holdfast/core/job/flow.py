@@ -14,7 +14,7 @@ from holdfast.core.job.membership.demand import Demand
 from holdfast.core.job.membership.liveness import Liveness
 from holdfast.core.job.membership.nodes import Nodes
 from holdfast.core.job.progress import Progress
-from holdfast.core.job.rendezvous import Rendezvous
+from holdfast.core.job.rendezvous.rendezvous import Rendezvous
 from holdfast.core.job.roles import Roles
 from holdfast.core.job.shards import Shards
 from holdfast.core.job.sync import Sync

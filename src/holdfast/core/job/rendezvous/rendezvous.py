@@ -26,10 +26,10 @@ from typing import assert_never
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Push, Reply
-from holdfast.core.job.join_clock import JoinClock
-from holdfast.core.job.mistakes import Failure, Mistakes
-from holdfast.core.job.muster import Muster
-from holdfast.core.job.world_state import WorldState
+from holdfast.core.job.rendezvous.join_clock import JoinClock
+from holdfast.core.job.rendezvous.mistakes import Failure, Mistakes
+from holdfast.core.job.rendezvous.muster import Muster
+from holdfast.core.job.rendezvous.world_state import WorldState
 from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import Generation, NodeId, NodeRank, Round
 from holdfast.model.node import ExitReason
