@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.verdicts import PAUSE_S_MAX
+from holdfast.core.job.health.verdicts import PAUSE_S_MAX
 from holdfast.core.kernel import Outcome
 from holdfast.master.stories import describe_progress, tell
 from holdfast.model.job import JobSpec

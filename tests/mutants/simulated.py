@@ -26,7 +26,7 @@ def _mutant(name: str, module: str, function: str, old: str, new: str) -> Mutant
 CORE_MUTANTS = (
     _mutant(
         "budget_is_exceeded_by_one",
-        "core.job.verdicts",
+        "core.job.health.verdicts",
         "Verdicts._judge",
         "used - back > limit - 1",
         "used - back > limit",
@@ -82,7 +82,7 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "restart_is_not_written_down",
-        "core.job.verdicts",
+        "core.job.health.verdicts",
         "Verdicts._judge",
         "commit(self, outcome, counted)",
         "self.apply(counted)",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
 from holdfast.core.job.checkpoints import Checkpoints
-from holdfast.core.job.hangs import Hangs
+from holdfast.core.job.health.hangs import Hangs
+from holdfast.core.job.health.verdicts import Verdicts
 from holdfast.core.job.membership.demand import Demand
 from holdfast.core.job.membership.liveness import Liveness
 from holdfast.core.job.membership.nodes import Nodes
@@ -19,7 +20,6 @@ from holdfast.core.job.roles import Roles
 from holdfast.core.job.shards import Shards
 from holdfast.core.job.sync import Sync
 from holdfast.core.job.tallies import Tallies
-from holdfast.core.job.verdicts import Verdicts
 from holdfast.core.kernel import Core
 from holdfast.model.job import JobSpec
 
