@@ -7,7 +7,7 @@ from typing import TypeVar
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.checkpoints import Checkpoints
+from holdfast.core.job.checkpoints.checkpoints import Checkpoints
 from holdfast.core.kernel import Event, Outcome, Record, Tick
 from holdfast.model.checkpoint import (
     NONE,

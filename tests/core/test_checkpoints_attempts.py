@@ -4,8 +4,8 @@
 import pytest
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.attempts import RESUMED_S, SILENCE_S
-from holdfast.core.job.gathering import PATIENCE_S
+from holdfast.core.job.checkpoints.attempts import RESUMED_S, SILENCE_S
+from holdfast.core.job.checkpoints.gathering import PATIENCE_S
 from holdfast.model.checkpoint import NONE, SHARED, FileEntry, Shape, Version, rank_part
 from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m

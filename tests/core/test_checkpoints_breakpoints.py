@@ -2,9 +2,9 @@
 """What goes to storage without the program asking, and what the end of the job waits for."""
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.agreement import TURNS_MAX
-from holdfast.core.job.checkpoints import RETURN_S, SETTLE_S
-from holdfast.core.job.gathering import PATIENCE_S
+from holdfast.core.job.checkpoints.agreement import TURNS_MAX
+from holdfast.core.job.checkpoints.checkpoints import RETURN_S, SETTLE_S
+from holdfast.core.job.checkpoints.gathering import PATIENCE_S
 from holdfast.model.checkpoint import NONE, SHARED, Shape, Version, rank_part
 from holdfast.model.ids import Round
 from holdfast.protocol import checkpoints as c

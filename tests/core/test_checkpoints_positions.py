@@ -7,7 +7,7 @@ every restore the two differ: samples are trained twice, or never.
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.attempts import NO_POSITION
+from holdfast.core.job.checkpoints.attempts import NO_POSITION
 from holdfast.model.checkpoint import NONE, Holding, Stored, Version, rank_part
 from holdfast.model.dataset import Position
 from holdfast.protocol import checkpoints as c

@@ -4,7 +4,7 @@
 import pytest
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.gathering import PATIENCE_S
+from holdfast.core.job.checkpoints.gathering import PATIENCE_S
 from holdfast.model.checkpoint import NONE, SHARED, Holding, Shape, Stored, Version, rank_part
 from holdfast.model.ids import Round
 from holdfast.model.parity import Block

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.job.placement import Ring
+from holdfast.core.job.checkpoints.placement import Ring
 from holdfast.model.ids import NodeId
 from holdfast.model.world import Member
 from tests.core.ledger import member

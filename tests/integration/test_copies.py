@@ -21,7 +21,7 @@ from holdfast.client.connection import AgentClient
 from holdfast.client.vault import VaultClient
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
-from holdfast.core.job.checkpoints import Checkpoints
+from holdfast.core.job.checkpoints.checkpoints import Checkpoints
 from holdfast.core.kernel import Event
 from holdfast.model.checkpoint import Series, Shape, Version, rank_part
 from holdfast.model.errors import RetryableError

@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "order_is_not_sent_again",
-        "holdfast.core.job.attempts",
+        "holdfast.core.job.checkpoints.attempts",
         "Attempts.node_returned",
         "in attempt.orders if",
         "in () if",
@@ -122,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "ordered_parts_are_planned_too",
-        "holdfast.core.job.attempt_state",
+        "holdfast.core.job.checkpoints.attempt",
         "AttemptState.share_of",
         "part not in ordered",
         "True",

@@ -33,21 +33,21 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "commit_with_a_part_missing",
-        "core.job.attempts",
+        "core.job.checkpoints.attempts",
         "Attempts.commit_next",
         "if not attempt.missing]",
         "if len(attempt.missing) < 2]",
     ),
     _mutant(
         "data_do_not_go_back_with_the_model",
-        "core.job.checkpoints",
+        "core.job.checkpoints.checkpoints",
         "Checkpoints._agree",
         "state.positions(directory).get(version, stored_positions)",
         "stored_positions",
     ),
     _mutant(
         "go_before_every_node_is_ready",
-        "core.job.agreement",
+        "core.job.checkpoints.agreement",
         "Agreement.choose",
         "is_mixed = len(prepared) > 1 or any(body.mixed for body in bodies)",
         "at_hand, is_mixed = max(prepared), False",
@@ -89,7 +89,7 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "safe_before_every_node_has_copied",
-        "core.job.replication",
+        "core.job.checkpoints.replication",
         "Replication.replicated",
         "len(self._waiting) == len(self._crew.index)",
         "len(self._waiting) >= len(self._crew.index) - 1",

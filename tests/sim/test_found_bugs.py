@@ -3,7 +3,7 @@
 
 from msgspec.structs import replace
 
-from holdfast.core.job.inventory import Inventory
+from holdfast.core.job.checkpoints.inventory import Inventory
 from holdfast.core.kernel import Tick
 from holdfast.core.node import events as ev
 from holdfast.core.node.workers import Workers

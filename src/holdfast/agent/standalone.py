@@ -17,7 +17,7 @@ from pathlib import Path
 
 from holdfast.agent.vault.vault import Vault
 from holdfast.core.job import events as ev
-from holdfast.core.job.checkpoints import Checkpoints, Handled
+from holdfast.core.job.checkpoints.checkpoints import Checkpoints, Handled
 from holdfast.core.job.commands import Push, Reply
 from holdfast.core.kernel import Tick
 from holdfast.model.errors import HoldfastError

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training of a simulated job: how fast it goes, what is saved, what a failure takes back."""
 
-from holdfast.core.job.placement import Ring
+from holdfast.core.job.checkpoints.placement import Ring
 from holdfast.model.ids import Incarnation, NodeId, NodeRank
 from holdfast.model.use import Use
 from holdfast.model.world import Member

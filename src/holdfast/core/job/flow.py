@@ -8,7 +8,7 @@ one step, everything that follows from an event is handled before the next event
 from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.checkpoints import Checkpoints
+from holdfast.core.job.checkpoints.checkpoints import Checkpoints
 from holdfast.core.job.health.hangs import Hangs
 from holdfast.core.job.health.verdicts import Verdicts
 from holdfast.core.job.membership.demand import Demand

@@ -7,14 +7,14 @@ lost node left unwritten. They share one *survey* of all nodes that are there.
 """
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.agreement import Agreement
-from holdfast.core.job.attempts import Attempts
-from holdfast.core.job.checkpoint_state import CheckpointState
+from holdfast.core.job.checkpoints.agreement import Agreement
+from holdfast.core.job.checkpoints.attempts import Attempts
+from holdfast.core.job.checkpoints.checkpoint_state import CheckpointState
+from holdfast.core.job.checkpoints.crew import Crew
+from holdfast.core.job.checkpoints.gathering import Gathering
+from holdfast.core.job.checkpoints.inventory import Inventory
+from holdfast.core.job.checkpoints.replication import Replication
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.crew import Crew
-from holdfast.core.job.gathering import Gathering
-from holdfast.core.job.inventory import Inventory
-from holdfast.core.job.replication import Replication
 from holdfast.core.kernel import Outcome
 from holdfast.model.checkpoint import NONE, Version
 from holdfast.model.dataset import Position

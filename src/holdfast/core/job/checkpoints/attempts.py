@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.attempt_state import AttemptState, writer_of
-from holdfast.core.job.checkpoint_state import CheckpointState
+from holdfast.core.job.checkpoints.attempt import AttemptState, writer_of
+from holdfast.core.job.checkpoints.checkpoint_state import CheckpointState
+from holdfast.core.job.checkpoints.crew import Crew
+from holdfast.core.job.checkpoints.gathering import Gathering
+from holdfast.core.job.checkpoints.inventory import Inventory
+from holdfast.core.job.checkpoints.persist_queue import PersistQueue, superseded
 from holdfast.core.job.commands import Push, Reply
-from holdfast.core.job.crew import Crew
-from holdfast.core.job.gathering import Gathering
-from holdfast.core.job.inventory import Inventory
-from holdfast.core.job.persist_queue import PersistQueue, superseded
 from holdfast.core.kernel import Outcome
 from holdfast.model.checkpoint import SHARED, Shape, Version
 from holdfast.model.ids import NodeId

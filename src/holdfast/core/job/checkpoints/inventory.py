@@ -3,7 +3,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from holdfast.core.job.crew import Crew
+from holdfast.core.job.checkpoints.crew import Crew
 from holdfast.model.checkpoint import (
     NONE,
     SHARED,

@@ -14,12 +14,12 @@ from typing import assert_never
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.agreement import Agreement, RestoreCall
-from holdfast.core.job.checkpoint_state import CheckpointState
+from holdfast.core.job.checkpoints.agreement import Agreement, RestoreCall
+from holdfast.core.job.checkpoints.checkpoint_state import CheckpointState
+from holdfast.core.job.checkpoints.crew import Crew
+from holdfast.core.job.checkpoints.gathering import Gathering
+from holdfast.core.job.checkpoints.series import SeriesState
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.crew import Crew
-from holdfast.core.job.gathering import Gathering
-from holdfast.core.job.series_state import SeriesState
 from holdfast.core.kernel import NOTHING, Outcome, Record, Tick
 from holdfast.model.checkpoint import NONE, Stored
 from holdfast.model.ids import NodeId, Round

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is there, as the ledger of checkpoints sees it. Nothing here is durable."""
 
-from holdfast.core.job.placement import Ring
+from holdfast.core.job.checkpoints.placement import Ring
 from holdfast.model.checkpoint import SHARED, rank_of
 from holdfast.model.ids import NodeId, Round
 from holdfast.model.world import Member, World

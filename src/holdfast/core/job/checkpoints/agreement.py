@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
+from holdfast.core.job.checkpoints.gathering import Gathering
+from holdfast.core.job.checkpoints.inventory import NOTES_MAX, Inventory
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.gathering import Gathering
-from holdfast.core.job.inventory import NOTES_MAX, Inventory
 from holdfast.model.checkpoint import NONE, Stored, Version
 from holdfast.model.dataset import Position
 from holdfast.model.ids import NodeId

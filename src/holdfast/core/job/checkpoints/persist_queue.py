@@ -2,8 +2,8 @@
 """The step that shall go to storage and waits for its turn. Nothing here is durable."""
 
 from holdfast.core.job import events as ev
+from holdfast.core.job.checkpoints.crew import Crew
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.crew import Crew
 from holdfast.core.kernel import Outcome
 from holdfast.model.checkpoint import NONE, Shape, Version
 from holdfast.model.ids import NodeId

@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from holdfast.core.job import events as ev
+from holdfast.core.job.checkpoints.crew import Crew
+from holdfast.core.job.checkpoints.gathering import Gathering
+from holdfast.core.job.checkpoints.inventory import Inventory
 from holdfast.core.job.commands import Push
-from holdfast.core.job.crew import Crew
-from holdfast.core.job.gathering import Gathering
-from holdfast.core.job.inventory import Inventory
 from holdfast.model.checkpoint import SHARED, FileEntry, Shape, Version
 from holdfast.model.dataset import Position
 from holdfast.model.ids import NodeId

@@ -10,8 +10,8 @@ version is given up and nobody waits for it any longer; what was safe before sta
 """
 
 from holdfast.core.job import events as ev
+from holdfast.core.job.checkpoints.crew import Crew
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.crew import Crew
 from holdfast.core.kernel import Outcome
 from holdfast.model.checkpoint import NONE, Version
 from holdfast.model.ids import NodeId
