@@ -6,7 +6,7 @@ from typing import TypeVar
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.shards import Shards
+from holdfast.core.job.data.shards import Shards
 from holdfast.core.kernel import Event, Record, Tick
 from holdfast.model.checkpoint import NONE, Version
 from holdfast.model.dataset import Dataset, Lease, Position

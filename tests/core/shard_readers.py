@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.shards import Shards
+from holdfast.core.job.data.shards import Shards
 from holdfast.core.kernel import Event, Record
 from holdfast.model.checkpoint import Version
 from holdfast.model.dataset import (

@@ -4,8 +4,8 @@
 from msgspec.structs import replace
 
 from holdfast.core.job import records as rec
-from holdfast.core.job.positions import NAMES_MAX
-from holdfast.core.job.shards import Shards
+from holdfast.core.job.data.positions import NAMES_MAX
+from holdfast.core.job.data.shards import Shards
 from holdfast.core.kernel import Record
 from holdfast.model.dataset import LISTED, Dataset
 from holdfast.protocol import data as d

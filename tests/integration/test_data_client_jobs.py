@@ -6,7 +6,7 @@ from collections import Counter
 
 from holdfast.client.data.parts import records
 from holdfast.core.job import records as rec
-from holdfast.core.job.shards import Shards
+from holdfast.core.job.data.shards import Shards
 from holdfast.model.dataset import BY_SAMPLE, Dataset, Piece
 from tests.integration.control import records_of
 from tests.integration.jobs import SCRIPTS, Jobs

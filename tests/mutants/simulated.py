@@ -103,7 +103,7 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "shard_is_dealt_before_it_is_written",
-        "core.job.cutting",
+        "core.job.data.cutting",
         "Cutter._written",
         "return (end - extent.begin) // step",
         "return -(-(end - extent.begin) // step)",
@@ -117,7 +117,7 @@ CORE_MUTANTS = (
     ),
     _mutant(
         "tail_of_a_cut_piece_is_lost",
-        "core.job.dataset_state",
+        "core.job.data.dataset_state",
         "DatasetState._cut",
         "insort(self.open, Piece(piece.epoch, piece.extent, end, piece.end), key=lowest_last)",
         "",

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from holdfast.client.connection import LONGEST_WAIT_S, AgentClient, current
 from holdfast.core.job import events as ev
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.shards import Handled, Shards
+from holdfast.core.job.data.shards import Handled, Shards
 from holdfast.core.kernel import Event, Tick
 from holdfast.model.checkpoint import Version
 from holdfast.model.dataset import Dataset, Position

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
 from holdfast.core.job.checkpoints.checkpoints import Checkpoints
+from holdfast.core.job.data.shards import Shards
 from holdfast.core.job.health.hangs import Hangs
 from holdfast.core.job.health.verdicts import Verdicts
 from holdfast.core.job.membership.demand import Demand
@@ -17,7 +18,6 @@ from holdfast.core.job.membership.nodes import Nodes
 from holdfast.core.job.progress import Progress
 from holdfast.core.job.rendezvous.rendezvous import Rendezvous
 from holdfast.core.job.roles import Roles
-from holdfast.core.job.shards import Shards
 from holdfast.core.job.sync import Sync
 from holdfast.core.job.tallies import Tallies
 from holdfast.core.kernel import Core

@@ -15,8 +15,8 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from holdfast.core.job.cutting import Cutter
-from holdfast.core.job.registration import recipe
+from holdfast.core.job.data.cutting import Cutter
+from holdfast.core.job.data.registration import recipe
 from holdfast.model.dataset import Dataset, Lease, Piece
 from holdfast.protocol.data import Consumed
 

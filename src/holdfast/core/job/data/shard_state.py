@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.dataset_state import DatasetState
-from holdfast.core.job.positions import adopt, keep, restored
+from holdfast.core.job.data.dataset_state import DatasetState
+from holdfast.core.job.data.positions import adopt, keep, restored
 from holdfast.core.kernel import Outcome, Record
 from holdfast.model.checkpoint import NONE, Version
 from holdfast.model.dataset import Lease, Position

@@ -17,14 +17,14 @@ from typing import assert_never
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.dataset_state import DatasetState
-from holdfast.core.job.following import Following
-from holdfast.core.job.positions import position, summary
-from holdfast.core.job.registration import addition, difference, mistake
-from holdfast.core.job.roll_call import RollCall
-from holdfast.core.job.shard_state import ShardState
-from holdfast.core.job.shard_view import Rate, describe
-from holdfast.core.job.takers import Takers
+from holdfast.core.job.data.dataset_state import DatasetState
+from holdfast.core.job.data.following import Following
+from holdfast.core.job.data.positions import position, summary
+from holdfast.core.job.data.registration import addition, difference, mistake
+from holdfast.core.job.data.roll_call import RollCall
+from holdfast.core.job.data.shard_state import ShardState
+from holdfast.core.job.data.shard_view import Rate, describe
+from holdfast.core.job.data.takers import Takers
 from holdfast.core.kernel import Outcome, Record, Tick
 from holdfast.model.dataset import Dataset, Position
 from holdfast.protocol import data as d

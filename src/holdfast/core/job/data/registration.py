@@ -10,7 +10,7 @@ import zlib
 import msgspec
 
 from holdfast.core.job import records as rec
-from holdfast.core.job.cutting import Cutter
+from holdfast.core.job.data.cutting import Cutter
 from holdfast.core.kernel import Record
 from holdfast.model.dataset import (
     BY_SAMPLE,

@@ -5,7 +5,7 @@ from itertools import islice
 
 from msgspec.structs import asdict
 
-from holdfast.core.job.dataset_state import DatasetState
+from holdfast.core.job.data.dataset_state import DatasetState
 from holdfast.model.dataset import Piece
 
 WINDOW_S = 10.0

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.dataset_state import DatasetState
-from holdfast.core.job.marks import Marks
-from holdfast.core.job.positions import position
-from holdfast.core.job.shard_state import ShardState
+from holdfast.core.job.data.dataset_state import DatasetState
+from holdfast.core.job.data.marks import Marks
+from holdfast.core.job.data.positions import position
+from holdfast.core.job.data.shard_state import ShardState
 from holdfast.core.kernel import Outcome
 from holdfast.protocol import data as d
 from holdfast.protocol import messages as m

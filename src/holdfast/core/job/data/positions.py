@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from holdfast.core.job import records as rec
-from holdfast.core.job.dataset_state import DatasetState, LeaseState, lowest_last
+from holdfast.core.job.data.dataset_state import DatasetState, LeaseState, lowest_last
 from holdfast.model.dataset import LISTED, Piece, Position
 
 NAMES_MAX = 10_000
