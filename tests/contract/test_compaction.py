@@ -11,8 +11,8 @@ import pytest
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
-from holdfast.core.job.scopes import VALUE_BYTES_MAX
-from holdfast.core.job.sync import Sync
+from holdfast.core.job.sync.scopes import VALUE_BYTES_MAX
+from holdfast.core.job.sync.sync import Sync
 from holdfast.core.kernel import Command, Core, Record
 from holdfast.model.ids import NodeId
 from holdfast.ports import Entry, Journal

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from holdfast.core.job.scopes import VALUE_BYTES_MAX
+from holdfast.core.job.sync.scopes import VALUE_BYTES_MAX
 from holdfast.torch import HoldfastStore
 from tests.masters import Master
 

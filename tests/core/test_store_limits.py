@@ -2,7 +2,7 @@
 """What the key-value store refuses to hold, what it forgets, and how large its records get."""
 
 from holdfast.core.job import records as rec
-from holdfast.core.job.scopes import (
+from holdfast.core.job.sync.scopes import (
     ANSWERS_BYTES_MAX,
     ENTRY_BYTES,
     NAME_MAX,
@@ -13,7 +13,7 @@ from holdfast.core.job.scopes import (
     SESSIONS_MAX,
     VALUE_BYTES_MAX,
 )
-from holdfast.core.job.sync import Sync
+from holdfast.core.job.sync.sync import Sync
 from holdfast.core.kernel import Record
 from holdfast.protocol import codec
 from holdfast.protocol import messages as m

@@ -15,7 +15,7 @@ from typing import assert_never
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Reply
-from holdfast.core.job.scopes import (
+from holdfast.core.job.sync.scopes import (
     JOB_SCOPE,
     NAME_MAX,
     SESSION_MAX,
@@ -24,7 +24,7 @@ from holdfast.core.job.scopes import (
     ScopeState,
     cost,
 )
-from holdfast.core.job.waits import HeldState, Waits
+from holdfast.core.job.sync.waits import HeldState, Waits
 from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId
 from holdfast.protocol import messages as m
