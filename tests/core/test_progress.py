@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.job import events as ev
-from holdfast.core.job.progress import STEPLESS_S
+from holdfast.core.job.accounting.progress import STEPLESS_S
 from holdfast.model.checkpoint import NONE
 from holdfast.model.ids import Round
 from holdfast.model.job import JobSpec

@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.agent.vault.tally import TallyBook
 from holdfast.core.job import events as ev
+from holdfast.core.job.accounting.tallies import Tallies
 from holdfast.core.job.flow import build
-from holdfast.core.job.tallies import Tallies
 from holdfast.core.node.saver import SavedStep
 from holdfast.model.checkpoint import NONE, Shape, Version
 from holdfast.model.ids import Generation, NodeId, NodeRank, Round

@@ -8,6 +8,8 @@ one step, everything that follows from an event is handled before the next event
 from dataclasses import dataclass
 
 from holdfast.core.job import events as ev
+from holdfast.core.job.accounting.progress import Progress
+from holdfast.core.job.accounting.tallies import Tallies
 from holdfast.core.job.checkpoints.checkpoints import Checkpoints
 from holdfast.core.job.data.shards import Shards
 from holdfast.core.job.health.hangs import Hangs
@@ -15,11 +17,9 @@ from holdfast.core.job.health.verdicts import Verdicts
 from holdfast.core.job.membership.demand import Demand
 from holdfast.core.job.membership.liveness import Liveness
 from holdfast.core.job.membership.nodes import Nodes
-from holdfast.core.job.progress import Progress
 from holdfast.core.job.rendezvous.rendezvous import Rendezvous
 from holdfast.core.job.roles import Roles
 from holdfast.core.job.sync.sync import Sync
-from holdfast.core.job.tallies import Tallies
 from holdfast.core.kernel import Core
 from holdfast.model.job import JobSpec
 
