@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job import commands, events, records, role_records
+from holdfast.core.job import commands, events, records
 from holdfast.core.job.flow import build
+from holdfast.core.job.roles import role_records
 from holdfast.core.kernel import Command, Event, Machine, Record, Tick
 from holdfast.master.service import Service
 from holdfast.model.job import JobSpec

@@ -11,7 +11,7 @@ from holdfast.core.job import events as ev
 from holdfast.core.job.membership.demand import Demand
 from holdfast.core.job.membership.pending import LOOK_S
 from holdfast.core.job.records import decode_record, encode_record
-from holdfast.core.job.roles import FIRST_NODE_ID, Roles
+from holdfast.core.job.roles.roles import FIRST_NODE_ID, Roles
 from holdfast.core.kernel import Event, Outcome, Record, Tick
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.job import JobSpec

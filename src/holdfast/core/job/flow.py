@@ -18,7 +18,7 @@ from holdfast.core.job.membership.demand import Demand
 from holdfast.core.job.membership.liveness import Liveness
 from holdfast.core.job.membership.nodes import Nodes
 from holdfast.core.job.rendezvous.rendezvous import Rendezvous
-from holdfast.core.job.roles import Roles
+from holdfast.core.job.roles.roles import Roles
 from holdfast.core.job.sync.sync import Sync
 from holdfast.core.kernel import Core
 from holdfast.model.job import JobSpec

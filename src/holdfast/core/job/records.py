@@ -7,7 +7,7 @@ from operator import or_
 import msgspec
 from msgspec import Struct
 
-from holdfast.core.job import role_records
+from holdfast.core.job.roles import role_records
 from holdfast.core.kernel import Record
 from holdfast.model.checkpoint import Shape, Version
 from holdfast.model.dataset import Dataset, Lease, Piece, Position

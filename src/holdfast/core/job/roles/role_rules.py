@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from holdfast.core.job import role_records as rec
 from holdfast.core.job.commands import LaunchNode, RemoveNode
 from holdfast.core.job.membership.demand import NO_CHANGE, STAYS
-from holdfast.core.job.role_table import Place, RoleNodeState, RoleTable
+from holdfast.core.job.roles import role_records as rec
+from holdfast.core.job.roles.role_table import Place, RoleNodeState, RoleTable
 from holdfast.core.kernel import Command
 from holdfast.model.ids import NodeRank
 from holdfast.model.job import JobSpec

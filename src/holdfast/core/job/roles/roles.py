@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from holdfast.core.job import events as ev
-from holdfast.core.job import role_records as rec
 from holdfast.core.job.commands import AnswerPlan, LaunchNode, RemoveNode
 from holdfast.core.job.membership.demand import Demand, described
 from holdfast.core.job.membership.launch_queue import LaunchQueue
 from holdfast.core.job.membership.pending import LOOK_S
-from holdfast.core.job.role_rules import (
+from holdfast.core.job.roles import role_records as rec
+from holdfast.core.job.roles.role_rules import (
     OF_OTHERS,
     RoleLoss,
     asked_by,
@@ -32,7 +32,7 @@ from holdfast.core.job.role_rules import (
     resized,
     why_stopped,
 )
-from holdfast.core.job.role_table import Place, RoleNodeState, RoleTable, changed
+from holdfast.core.job.roles.role_table import Place, RoleNodeState, RoleTable, changed
 from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import NodeId, NodeRank, Round
 from holdfast.model.job import JobSpec
