@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.core.job import commands, events, records
 from holdfast.core.job.flow import build
-from holdfast.core.job.roles import role_records
 from holdfast.core.kernel import Command, Event, Machine, Record, Tick
 from holdfast.master.service import Service
 from holdfast.model.job import JobSpec
@@ -24,7 +23,7 @@ def defined_in(module: object, base: type) -> set[type]:
     }
 
 
-ALL_RECORDS = defined_in(records, Record) | defined_in(role_records, Record)
+ALL_RECORDS = defined_in(records, Record)
 
 
 CORE = build(JobSpec(), "job").core

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One value of every record of nodes without agents."""
 
-from holdfast.core.job.roles import role_records as rec
+from holdfast.core.job import records as rec
 from holdfast.core.kernel import Record
 
 ROLE_RECORDS: list[Record] = [

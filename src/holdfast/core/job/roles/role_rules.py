@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from holdfast.core.job import records as rec
 from holdfast.core.job.commands import LaunchNode, RemoveNode
 from holdfast.core.job.membership.demand import NO_CHANGE, STAYS
-from holdfast.core.job.roles import role_records as rec
 from holdfast.core.job.roles.role_table import Place, RoleNodeState, RoleTable
 from holdfast.core.kernel import Command
 from holdfast.model.ids import NodeRank

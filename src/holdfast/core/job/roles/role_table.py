@@ -7,7 +7,7 @@ Of each rank only the newest node counts. An older one is kept for as long as it
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast.core.job.roles import role_records as rec
+from holdfast.core.job import records as rec
 from holdfast.core.kernel import Record
 from holdfast.model.ids import NodeId, NodeRank
 from holdfast.model.node import ExitReason, Phase

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from holdfast.core.job import events as ev
+from holdfast.core.job import records as rec
 from holdfast.core.job.commands import AnswerPlan, LaunchNode, RemoveNode
 from holdfast.core.job.membership.demand import Demand, described
 from holdfast.core.job.membership.launch_queue import LaunchQueue
 from holdfast.core.job.membership.pending import LOOK_S
-from holdfast.core.job.roles import role_records as rec
 from holdfast.core.job.roles.role_rules import (
     OF_OTHERS,
     RoleLoss,
