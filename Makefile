@@ -33,7 +33,7 @@ help:
 	@echo "make lint    everything of 'make test' that runs no process"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make bench   a short run of every benchmark (bench/NAME.py alone gives the figures)"
-	@echo "make soak    the process tests SOAK_ROUNDS times ($(SOAK_ROUNDS)), until the first failure"
+	@echo "make soak    the suite with all that 'make test' samples, then the process tests SOAK_ROUNDS times ($(SOAK_ROUNDS)), until the first failure"
 	@echo "make release build the wheel and the sdist of the last commit into dist/, and install them in every Python here"
 	@echo "make setup   only the set-up; make clean removes it and all caches"
 
@@ -90,6 +90,8 @@ bench: $(STAMP)
 	@set -e; for bench in $(BENCHES); do echo "==> $$bench --quick"; $(BIN)/python $$bench --quick; done
 
 soak: $(STAMP)
+	@echo "==> the whole suite, with all that 'make test' shows by a sample only"
+	@HOLDFAST_SOAK_WHOLE=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) -x --ignore=tests/tidy/test_tidy.py
 	@set -e; for round in $$(seq $(SOAK_ROUNDS)); do \
 		echo "==> soak round $$round of $(SOAK_ROUNDS)"; \
 		HOLDFAST_SOAK_KILLS=$(SOAK_KILLS) HOLDFAST_SOAK_SEED=$$round $(BIN)/python -m pytest -q -n 2 -x $(SOAK_TESTS); \

@@ -19,6 +19,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.soaking import WHOLE
+
 # A busy machine must not fail a test, and chance must not fail the check of a change that has
 # nothing to do with it: only `make soak` tries new examples.
 settings.register_profile(
@@ -96,14 +98,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[RUN_KEY] = run
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order of LONGEST_FIRST, and the files' own order within it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make soak` runs. The rest in the order of LONGEST_FIRST, and the files'
+    own order within it."""
 
     def place(item: pytest.Item) -> int:
         file = str(item.path).rpartition("/tests/")[2]
         starts = [number for number, start in enumerate(LONGEST_FIRST) if file.startswith(start)]
         return starts[0] if starts else len(LONGEST_FIRST)
 
+    if not WHOLE:
+        for_soak = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+        config.hook.pytest_deselected(items=for_soak)
     items.sort(key=place)
 
 

@@ -4,13 +4,17 @@
 Meanwhile others commit. Then it goes on with what it had decided long ago, or dies. Whatever was
 committed is whole, byte for byte; the tracker names the newest; and the late one does not claim
 what is not there.
+
+Every run tries every call on file systems and on objects in memory: `checkpoint/objects.py` is all
+that knows the difference, and takes both kinds of objects through fsspec. On a server that speaks
+S3, which is slow, every run tries one row of each test at every 4th call; `make soak` tries all.
 """
 
 import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +44,7 @@ from holdfast.checkpoint.storage_port import Storage
 from holdfast.checkpoint.verify import verify_checkpoint
 from holdfast.model.checkpoint import Series, Version
 from holdfast.model.errors import FencedError, HoldfastError
+from tests.soaking import WHOLE
 from tests.storages import (
     IMPATIENT,
     State,
@@ -193,6 +198,7 @@ class Scene:
         assert len(self.storage.folders("")) == 1
 
 
+KINDS = ("disk", "nfs", "objects", "s3")
 MEANWHILE = ("same", "newer", "later", "other")
 
 
@@ -208,7 +214,21 @@ def in_memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(params=["disk", "nfs", "objects", "s3"])
+def on_every_storage(
+    names: str, *axes: Collection[object], s3: tuple[object, ...] = ()
+) -> pytest.MarkDecorator:
+    """All combinations of the axes on all storages; on S3 only that one, the others in a soak."""
+    rows = [
+        pytest.param(
+            kind, *values, marks=[pytest.mark.soak] if kind == "s3" and values != s3 else []
+        )
+        for kind, *rest in itertools.product(KINDS, *axes)
+        for values in [tuple(rest)]
+    ]
+    return pytest.mark.parametrize(f"storages,{names}", rows, indirect=["storages"])
+
+
+@pytest.fixture(params=KINDS)
 def storages(request: pytest.FixtureRequest, in_memory: Path) -> Iterator[Iterator[Storage]]:
     """As many empty ones of a kind as are wanted."""
     numbers = itertools.count()
@@ -237,14 +257,14 @@ def begin(
 
 
 def every_call(request: pytest.FixtureRequest, meanwhile: str = "") -> Iterator[int]:
-    """All of them; on S3, which is slow and has the code of objects in memory, some."""
-    if "[s3" not in request.node.name:
+    """All of them; on S3, which is slow and has the code of objects in memory, some, but in a
+    soak."""
+    if WHOLE or "[s3" not in request.node.name:
         return itertools.count(1)
     return itertools.count(1 + len(meanwhile) % 4, 4)
 
 
-@pytest.mark.parametrize("has_old", [False, True])
-@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@on_every_storage("meanwhile,has_old", MEANWHILE, [False, True], s3=("later", True))
 def test_a_commit_that_stands_still_at_every_call(
     request: pytest.FixtureRequest,
     storages: Iterator[Storage],
@@ -287,7 +307,7 @@ def test_a_commit_that_stands_still_and_then_dies(
             break
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@on_every_storage("dies", [False, True], s3=(True,))
 def test_a_retention_that_stands_still_at_every_call(
     request: pytest.FixtureRequest, storages: Iterator[Storage], tmp_path: Path, dies: bool
 ) -> None:
@@ -325,7 +345,7 @@ def test_a_removal_of_the_last_step_that_stands_still_at_every_call(
     assert number > 5
 
 
-@pytest.mark.parametrize("meanwhile", ["newer", "same"])
+@on_every_storage("meanwhile", ["newer", "same"], s3=("newer",))
 def test_a_writer_that_stands_still_at_every_call(
     storages: Iterator[Storage], tmp_path: Path, meanwhile: str
 ) -> None:
@@ -354,7 +374,7 @@ def test_a_writer_that_stands_still_at_every_call(
     assert number > 2
 
 
-@pytest.mark.parametrize("meanwhile", ["same", "newer", "later"])
+@on_every_storage("meanwhile", ["same", "newer", "later"], s3=("newer",))
 def test_a_fence_that_closes_meanwhile_ends_every_change(
     request: pytest.FixtureRequest, storages: Iterator[Storage], tmp_path: Path, meanwhile: str
 ) -> None:
@@ -382,9 +402,13 @@ def test_a_fence_that_closes_meanwhile_ends_every_change(
 # ---- nobody else commits afterwards --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["{name}", "{step}"])
-@pytest.mark.parametrize("is_later", [False, True])
-@pytest.mark.parametrize("has_old", [False, True])
+@on_every_storage(
+    "text,is_later,has_old",
+    ["{name}", "{step}"],
+    [False, True],
+    [False, True],
+    s3=("{name}", False, True),
+)
 def test_a_fence_that_closes_at_every_check_leaves_a_tracker_that_leads_somewhere(
     request: pytest.FixtureRequest,
     storages: Iterator[Storage],
