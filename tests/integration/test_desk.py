@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.master.process import MasterSettings, Surroundings, run_master
+from holdfast.master.process import MasterSettings, run_master
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason, Phase
 from holdfast.model.order import WORKER, Order, Plan
 from holdfast.model.role import RoleSpec
 from holdfast.ports.platform import Sighting
+from holdfast.ports.surroundings import Surroundings
 from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import connect

@@ -7,17 +7,16 @@ import math
 import os
 import resource
 import socket
-import sys
 import traceback
-from collections.abc import Collection
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from holdfast import __version__
+from holdfast import __version__, platforms
 from holdfast.cli.embedded import (
     END_FILE,
     EXIT_BROKE_OFF,
@@ -37,18 +36,22 @@ from holdfast.cli.run_options import (
     seconds_or_off,
 )
 from holdfast.cli.unread import unread_note
-from holdfast.master.process import MasterSettings, Surroundings, run_master
+from holdfast.master.process import MasterSettings, run_master
 from holdfast.model.errors import AwayError, StateError, UsageError
-from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 from holdfast.model.node import ExitReason
-from holdfast.platforms.local import LocalPlatform
-from holdfast.ports.platform import Platform
-from holdfast.protocol.messages import JobRules
+from holdfast.ports.surroundings import ALONE
+from holdfast.protocol.messages import JobEnded, JobRules
 from holdfast.runtime.log_file import LogFile
-from holdfast.runtime.observe import Level, sayer
+from holdfast.runtime.observe import Level, Say, sayer
 from holdfast.runtime.private import write_private
 from holdfast.runtime.settings import environment
+
+NONE = "none"
+"""No platform: nodes come by themselves."""
+
+EXIT_HANDED_OVER = 143
+"""SIGTERM ended this master, as it ends any process; the job goes on under the next one."""
 
 
 def add_parser(
@@ -110,7 +113,6 @@ def add_parser(
     # For `holdfast run`, which starts its master with these; people have no use for them.
     parser.add_argument("--lifeline", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--reason", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--launch", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rules", help=argparse.SUPPRESS)
     parser.add_argument("--spare-nodes", type=int, default=0, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run)
@@ -118,25 +120,14 @@ def add_parser(
 
 def _add_platform(parser: argparse.ArgumentParser) -> None:
     """Who starts and removes nodes."""
+    words = "; ".join(f"{name}: {text}" for name, text in platforms.NAMES.items())
     parser.add_argument(
         "--platform",
-        choices=("none", "kubernetes"),
-        default="none",
-        help="none: nodes are started by people or their scheduler; kubernetes: the job is the "
-        "ElasticJob of that name, and its nodes are pods (default none)",
+        choices=(NONE, *platforms.NAMES),
+        default=NONE,
+        help=f"none: nodes are started by people or their scheduler; {words} (default none)",
     )
-    parser.add_argument(
-        "--namespace", default="", metavar="NS", help="of the ElasticJob (default: this pod's own)"
-    )
-    parser.add_argument(
-        "--kubeconfig",
-        type=Path,
-        metavar="FILE",
-        help="how to reach the API server (default: as a pod does, or as kubectl does)",
-    )
-    parser.add_argument(
-        "--context", default="", metavar="NAME", help="of the kubeconfig (default: its current one)"
-    )
+    platforms.add_options(parser)
 
 
 def _add_patience(parser: argparse.ArgumentParser) -> None:
@@ -216,32 +207,13 @@ def _serve(arguments: argparse.Namespace, log: LogFile | None) -> int:
         serves = True
         if arguments.reason >= 0:
             os.ftruncate(arguments.reason, 0)
-        if not arguments.launch and arguments.lifeline < 0:
+        if arguments.lifeline < 0:
             print(f"holdfast master listening on {address}", flush=True)
-
-    def make_platform(known: Collection[NodeId]) -> Platform:
-        command = [sys.executable, "-m", "holdfast.cli", "node", str(arguments.launch)]
-        folder = arguments.state / "nodes"
-        return LocalPlatform(command, environment(), folder, lifeline=arguments.lifeline, say=say)
 
     _allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if arguments.platform == "kubernetes":
-            from holdfast.cli import kubernetes_master
-
-            return runner.run(
-                kubernetes_master.serve(arguments, settings, say=say, announce=announce)
-            )
-        surroundings = Surroundings(make_platform=make_platform if arguments.launch else None)
-        serving = run_master(
-            settings,
-            say=say,
-            announce=announce,
-            surroundings=surroundings,
-            lifeline=arguments.lifeline,
-        )
         try:
-            end = runner.run(serving)
+            end = runner.run(_serve_found(arguments, settings, say, announce))
         except AwayError as exc:
             if arguments.lifeline < 0:
                 raise
@@ -261,7 +233,8 @@ def _serve(arguments: argparse.Namespace, log: LogFile | None) -> int:
             # A broken invariant. What is in the journal is right: the launcher starts another.
             say(traceback.format_exc(), Level.ERROR)
             return EXIT_BROKE_OFF
-    assert end is not None
+    if isinstance(end, int):
+        return end
     if log is not None:
         # Under a launcher, which tells people how the job failed, this is the only word here.
         log(f"the job is over: {'it succeeded' if end.ok else end.reason}")
@@ -272,6 +245,35 @@ def _serve(arguments: argparse.Namespace, log: LogFile | None) -> int:
     # The launcher may have no agent that would tell it the cause.
     write_private(arguments.state / END_FILE, msgspec.json.encode(end))
     return EXIT_JOB_FAILED
+
+
+async def _serve_found(
+    arguments: argparse.Namespace,
+    settings: MasterSettings,
+    say: Say,
+    announce: Callable[[str], None],
+) -> JobEnded | int:
+    """Serve the job that the platform has; how it ended, or the exit code if that says all."""
+    asked = platforms.Asked(job=settings.job, state=settings.state, spec=settings.spec)
+    async with _opened(arguments, asked, say) as found:
+        if isinstance(found, int):
+            return found
+        end = await run_master(
+            replace(settings, state=found.state, spec=found.spec, hands_over=found.hands_over),
+            say=say,
+            announce=announce,
+            surroundings=found.surroundings,
+            lifeline=arguments.lifeline,
+        )
+    return EXIT_HANDED_OVER if end is None else end
+
+
+def _opened(
+    arguments: argparse.Namespace, asked: platforms.Asked, say: Say
+) -> AbstractAsyncContextManager[platforms.Found | int]:
+    if arguments.platform == NONE:
+        return nullcontext(platforms.Found(state=asked.state, spec=asked.spec, surroundings=ALONE))
+    return platforms.opener(arguments.platform)(arguments, asked, say)
 
 
 def _settings(arguments: argparse.Namespace) -> MasterSettings:

@@ -279,7 +279,7 @@ async def _run_local_nodes(
     launch = folder / "launch.json"
     rules = msgspec.json.encode(rules_of(options)).decode()
     arguments = [
-        *("--launch", str(launch), "--rules", rules),
+        *("--platform", "local", "--launch", str(launch), "--rules", rules),
         *("--spare-nodes", str(options.local_nodes + options.spare_nodes - options.max_nodes)),
     ]
     async with _master(options, folder, arguments, console, say, launch=launch) as (

@@ -6,7 +6,7 @@ import secrets
 import signal
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from holdfast.model.node import Phase
 from holdfast.ports.desk import Desk
 from holdfast.ports.journal import Entry, Journal
 from holdfast.ports.platform import Platform
+from holdfast.ports.surroundings import ALONE, Surroundings
 from holdfast.protocol import messages as m
 from holdfast.runtime import lifeline, tls
 from holdfast.runtime.journal import SqliteJournal, read_left
@@ -58,19 +59,6 @@ class MasterSettings:
     hands_over: bool = False
     """True: SIGTERM ends this master and not its job: whoever runs it starts another."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a master works with, besides agents: a platform, a desk, or neither."""
-
-    make_platform: Callable[[Collection[NodeId]], Platform] | None = None
-    """Called with the nodes that an earlier master saw on it."""
-    make_desk: Callable[[], Desk] | None = None
-    begin: Callable[[JobSpec], Awaitable[JobSpec]] | None = None
-    """Done before a job begins of which the journal knows nothing; may change its rules."""
-
-
-ALONE = Surroundings()
 
 CERTIFICATE_LOOK_S = 60.0
 """How often the files of the certificate are looked at."""
