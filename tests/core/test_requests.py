@@ -61,7 +61,7 @@ def test_every_family_stands_in_the_table_as_one() -> None:
     """What the answerers match over are these unions."""
     assert answered_by(Answerer.VAULT) == set(typing.get_args(c.VaultCall))
     assert answered_by(Answerer.PEER) == set(typing.get_args(c.PeerCall))
-    assert answered_by(Answerer.SERVICE) == {m.Beat, m.Observe, m.Parting}
+    assert answered_by(Answerer.SERVICE) == {m.Beat, m.Observe, m.HistoryAsk, m.Parting}
 
 
 def test_what_a_worker_may_send_reaches_the_vault_or_the_core() -> None:

@@ -56,7 +56,9 @@ def test_health_needs_no_key(master: Master) -> None:
 def test_the_index_lists_every_route(master: Master) -> None:
     answer = get(f"{master.http}/")
     assert answer.headers["content-type"].startswith("text/plain")
-    assert all(path in answer.text for path in ("/healthz", "/metrics", "/api/v1/job"))
+    assert all(
+        path in answer.text for path in ("/healthz", "/metrics", "/api/v1/job", "/api/v1/history/")
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_the_index_lists_every_route(master: Master) -> None:
     ],
 )
 def test_the_api_is_closed_without_the_key(master: Master, shown: dict[str, str]) -> None:
-    for path in ("/api/v1/job", "/api/v1/nothing", "/api/"):
+    for path in ("/api/v1/job", "/api/v1/history/node/0", "/api/v1/nothing", "/api/"):
         answer = get(f"{master.http}{path}", headers=shown)
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == "Bearer"

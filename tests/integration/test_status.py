@@ -38,17 +38,21 @@ def the_sentence(stderr: str) -> str:
 
 
 def test_the_text_tells_the_story(home: Home) -> None:
-    async def look(master: Master) -> tuple[str, str]:
+    async def look(master: Master) -> tuple[str, str, str, str]:
         agent = await recovered_once(master)
         text = await home.run_beside("status")
         state = await home.run_beside("status", "--job", "t", "--json")
+        history = await home.run_beside("status", "--history", "node/0")
+        unknown = await home.run_beside("status", "--history", "node/7")
         agent.hang_up()
         assert (text.returncode, text.stderr) == (0, "")
         assert (state.returncode, state.stderr) == (0, "")
-        return text.stdout, state.stdout
+        assert (history.returncode, history.stderr) == (0, "")
+        assert unknown.returncode == 1
+        return text.stdout, state.stdout, history.stdout, the_sentence(unknown.stderr)
 
     with running_master(home) as master:
-        text, state = asyncio.run(look(master))
+        text, state, history, unknown = asyncio.run(look(master))
         http = master.http
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
@@ -56,6 +60,11 @@ def test_the_text_tells_the_story(home: Home) -> None:
     assert "world round 2, generation 3, running: 1 node, 2 workers" in words
     assert "step 4 (6 finished" in words
     assert "restarts 1 killed" in words
+    joined, broken = (history.index(said) for said in ("node rank 0 joined", "round 1 is over"))
+    assert joined < broken
+    assert unknown.startswith("this master has told nothing of 'node/7'; there is ")
+    assert "node/0" in unknown
+    assert "round/2" in unknown
     assert http in words
     assert "rank id workers state start cores memory steps/s beat host" in words
     assert "0 0 2 member" in words

@@ -139,6 +139,8 @@ MESSAGES: tuple[m.AnyMessage, ...] = (
     *CHECKPOINT_MESSAGES,
     *DATA_MESSAGES,
     m.Parting(doubt="it was told to end at once"),
+    m.HistoryAsk(entity="node/1"),
+    m.History((m.Story(12.5, "NodeLost", "node rank 1 is lost", {"node_rank": 1}),), ("round/1",)),
 )
 
 

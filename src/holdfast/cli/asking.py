@@ -161,6 +161,13 @@ async def watch(
             await _tell_all(observer, tell)
 
 
+async def history(target: Target, timeout_s: float, entity: str) -> m.History:
+    """What the master has told of an entity."""
+    async with _asking(target, timeout_s, m.HistoryAsk(entity)) as (_, found):
+        assert isinstance(found, m.History)
+        return found
+
+
 async def end(
     target: Target,
     timeout_s: float,

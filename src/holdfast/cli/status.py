@@ -25,7 +25,7 @@ from holdfast.master.view import (
     SavingView,
     WorldView,
 )
-from holdfast.model.errors import RetryableError
+from holdfast.model.errors import RejectedError, RetryableError, UsageError
 from holdfast.protocol import messages as m
 
 NODES_SHOWN = 40
@@ -52,6 +52,7 @@ def add_parser(
             "holdfast status",
             "holdfast status --follow",
             "holdfast status --state /shared/bert --json",
+            "holdfast status --history node/3",
         ),
         allow_abbrev=False,
     )
@@ -60,10 +61,18 @@ def add_parser(
     parser.add_argument(
         "--follow", action="store_true", help="then print what happens, until the job ends"
     )
+    parser.add_argument(
+        "--history",
+        metavar="ENTITY",
+        help="print what happened to one node, round, step or dataset instead: node/3 (by its "
+        "rank), ps/0, round/7, step/100, dataset/train",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.history is not None:
+        return _show_history(arguments)
     http = ""
 
     def show(state: bytes) -> None:
@@ -92,6 +101,20 @@ def _run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not arguments.follow:
             raise
+    return 0
+
+
+def _show_history(arguments: argparse.Namespace) -> int:
+    if arguments.follow:
+        raise UsageError("--history shows what has happened: leave out --follow")
+    entity, target = arguments.history.strip("/"), asking.target_of(arguments)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(asking.history(target, arguments.timeout, entity))
+    if not found.stories:
+        there_are = f"; there is {', '.join(found.entities)}" if found.entities else ""
+        raise RejectedError(f"this master has told nothing of {entity!r}{there_are}")
+    for story in found.stories:
+        (_print_story_json if arguments.json else _print_story)(story)
     return 0
 
 

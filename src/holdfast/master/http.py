@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.master.metrics import CONTENT_TYPE, Metrics
+from holdfast.protocol import messages as m
 from holdfast.runtime.http import PROVED, HttpServer, explain
 
 View = Callable[[], dict[str, object]]
@@ -27,6 +28,7 @@ Holdfast master
 GET /healthz      whether the master serves
 GET /metrics      for Prometheus
 GET /api/v1/job   the job as JSON; needs Authorization: Bearer KEY (see docs/http.md)
+GET /api/v1/history/ENTITY   what was told of it, as JSON: node/3, round/7, step/100, dataset/NAME
 """
 
 
@@ -36,14 +38,19 @@ def http_key(token: bytes) -> str:
 
 
 async def serve(
-    listen: str, view: View, token: bytes, *, tls: ssl.SSLContext | None = None
+    listen: str,
+    view: View,
+    token: bytes,
+    *,
+    history: Callable[[str], m.History] = lambda entity: m.History(()),
+    tls: ssl.SSLContext | None = None,
 ) -> HttpServer:
-    """Serve on "HOST:PORT" what `view` shows, to whoever has the key of this token."""
-    application = _guarded(_application(view), http_key(token))
+    """Serve on "HOST:PORT" what these show, to clients that have the key of this token."""
+    application = _guarded(_application(view, history), http_key(token))
     return await HttpServer.start(listen, application, tls=tls)
 
 
-def _application(view: View) -> ASGIApp:
+def _application(view: View, history: Callable[[str], m.History]) -> ASGIApp:
     metrics = Metrics(view)
 
     async def index(request: Request) -> Response:
@@ -55,6 +62,19 @@ def _application(view: View) -> ASGIApp:
     async def job(request: Request) -> Response:
         return Response(msgspec.json.encode(view()), media_type="application/json")
 
+    async def history_of(request: Request) -> Response:
+        found = history(request.path_params["entity"])
+        shown = {
+            "stories": [
+                {"at_s": round(story.at_s, 3), "kind": story.kind, "text": story.text}
+                | story.fields
+                for story in found.stories
+            ],
+            "entities": found.entities,
+        }
+        status = 200 if found.stories else 404
+        return Response(msgspec.json.encode(shown), status, media_type="application/json")
+
     async def metrics_text(request: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
@@ -64,6 +84,7 @@ def _application(view: View) -> ASGIApp:
             Route("/healthz", healthz),
             Route("/metrics", metrics_text),
             Route("/api/v1/job", job),
+            Route("/api/v1/history/{entity:path}", history_of),
         ],
         exception_handlers={HTTPException: explain},
     )

@@ -148,7 +148,8 @@ async def _serve(
         open_things.push_async_callback(server.close)
         http_address = ""
         if settings.http:
-            http = await serve(settings.http, service.view, token, tls=secured)
+            shown = (service.view, token)
+            http = await serve(settings.http, *shown, history=service.history, tls=secured)
             open_things.push_async_callback(http.close)
             http_address = http.address
         await _surround(engine, surroundings, open_things)

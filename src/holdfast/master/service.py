@@ -17,8 +17,9 @@ from holdfast.core.job.flow import JobCore
 from holdfast.core.job.requests import event_of
 from holdfast.core.kernel import Command, Event
 from holdfast.master.farewell import Farewell
+from holdfast.master.history import History, entities_of
 from holdfast.master.showing import Showing
-from holdfast.master.stories import describe_progress, fields_of, level_of, tell
+from holdfast.master.stories import dataset_of, describe_progress, fields_of, level_of, tell
 from holdfast.model.ids import NodeId
 from holdfast.model.node import Phase
 from holdfast.ports.desk import Desk
@@ -30,6 +31,9 @@ from holdfast.runtime.transport import Link
 
 PROGRESS_S = 1.0
 """How often those who follow the job hear how it stands."""
+
+ENTITIES_SHOWN = 50
+"""How many are named to a person who asks for one that is not known."""
 
 LINGER_S = 5.0
 """How long a master that found its job ended, and heard its nodes part, waits for those that asked
@@ -86,6 +90,7 @@ class Service:
         self._progress_timer: asyncio.TimerHandle | None = None
         #: Why nodes do not run yet, in the platform's words.
         self._waiting: dict[NodeId, str] = {}
+        self._history = History()
 
     @property
     def is_finishing(self) -> bool:
@@ -130,6 +135,12 @@ class Service:
                 row["message"] = self._waiting.get(cast(NodeId, row["node_id"]), row["message"])
         return view
 
+    def history(self, entity: str) -> m.History:
+        """What was told of an entity; if that is nothing, of what something was."""
+        stories = self._history.of(entity)
+        entities = () if stories else self._history.entities()[:ENTITIES_SHOWN]
+        return m.History(stories, entities)
+
     # ---- frames in ------------------------------------------------------------------------------
 
     def opened(self, link: Link) -> None:
@@ -166,6 +177,8 @@ class Service:
         match frame.body:
             case m.Observe():
                 self._observe(link, frame.call, frame.body)
+            case m.HistoryAsk():
+                link.send(self.history(frame.body.entity), frame.call)
             case m.Parting() if node_id is not None:
                 self._farewell.parting(node_id, frame.body.doubt)
                 self._follow(cmd.Reply(link.number, frame.call, _DONE))
@@ -248,6 +261,11 @@ class Service:
             self._showing.happened(event, text)
         fields = fields_of(event, self._core.progress.incident_of)
         story = m.Story(now, type(event).__name__, text, fields)
+        node_id = fields.get("node_id")
+        node = self._core.name_of(NodeId(node_id)) if isinstance(node_id, int) else ""
+        if not node and (rank := fields.get("node_rank", -1)) != -1:
+            node = f"node/{rank}"
+        self._history.add(entities_of(fields, node, dataset_of(event)), story)
         for link in self._followers.values():
             link.send(story)
 

@@ -220,6 +220,16 @@ def fields_of(event: Event, incident_of: IncidentOf = _no_incident) -> dict[str,
     return about
 
 
+def dataset_of(event: Event) -> str:
+    """The name of the dataset that a fact is about; empty if it is about none."""
+    match event:
+        case ev.DatasetRegistered():
+            return event.dataset.name
+        case ev.DatasetRestored() | ev.EpochOver() | ev.PieceSetAside():
+            return event.name
+    return ""
+
+
 def _ended_round(event: Event) -> int:
     """The round with whose end this has to do; 0 if with none."""
     match event:

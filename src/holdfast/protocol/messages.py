@@ -438,6 +438,19 @@ class Story(Message, frozen=True):
     fields: dict[str, str | int | float]
 
 
+class HistoryAsk(Message, frozen=True):
+    """Ask what was told of one entity: "node/3", "ps/0", "round/7", "step/100", "dataset/train"."""
+
+    entity: str
+
+
+class History(Message, frozen=True):
+    stories: tuple[Story, ...]
+    """Oldest first. The master keeps the newest of each entity, since it began to serve."""
+    entities: tuple[str, ...] = ()
+    """Where there is no story: of what there are some, the newest first."""
+
+
 LAST_WORD = "LastWord"
 """The kind of the story that a master tells when every node has hung up, right before it ends. Its
 text is empty, or why not all of them may have saved."""
@@ -479,6 +492,7 @@ Call = (
     | DataMarked
     | Beat
     | Observe
+    | HistoryAsk
     | StopJob
     | Parting
 )
@@ -491,6 +505,7 @@ Answer = (
     | Keys
     | Attached
     | Observed
+    | History
     | CheckpointAnswer
     | PeerAnswer
     | DataAnswer

@@ -114,6 +114,7 @@ METHODS: dict[type[m.Message], Method] = {
         Method(d.ShardsGrown, m.Done, _WORKER, _CORE),
         Method(d.DataMarked, m.Done, _AGENT, _CORE),
         Method(m.Observe, m.Observed, _ANYONE, _SERVICE),
+        Method(m.HistoryAsk, m.History, _ANYONE, _SERVICE),
         Method(m.StopJob, m.Done, _ANYONE, _CORE),
         Method(m.Parting, m.Done, _AGENT, _SERVICE),
     )

@@ -21,6 +21,7 @@ from holdfast.core.job.rendezvous.rendezvous import Rendezvous
 from holdfast.core.job.roles.roles import Roles
 from holdfast.core.job.sync.sync import Sync
 from holdfast.core.kernel import Core
+from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
 
 NEWS = (
@@ -61,6 +62,10 @@ class JobCore:
     shards: Shards
     hangs: Hangs
     roles: Roles
+
+    def name_of(self, node_id: NodeId) -> str:
+        """A node as people ask for it: "node/3" by its rank, "ps/0" in a role; empty: not known."""
+        return self.nodes.name_of(node_id) or self.roles.name_of(node_id)
 
     def view(self, now: float) -> dict[str, object]:
         """The state of the job as people and tools see it."""

@@ -335,6 +335,11 @@ class Nodes:
         """The table as people see it."""
         return self._table.view(now)
 
+    def name_of(self, node_id: NodeId) -> str:
+        """As people ask for it, by its rank; empty if it is not of this table."""
+        node = self._table.nodes.get(node_id)
+        return "" if node is None else f"node/{node.node_rank}"
+
     def last_clock(self) -> tuple[str, float]:
         """The monotonic clock of the last master that began, and what it showed at job time 0."""
         return self._table.lives.clock

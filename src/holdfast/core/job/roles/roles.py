@@ -321,6 +321,11 @@ class Roles:
     def snapshot(self) -> Iterable[Record]:
         return self._table.snapshot()
 
+    def name_of(self, node_id: NodeId) -> str:
+        """As people ask for it, by its role and rank; empty if it is not of this table."""
+        node = self._table.nodes.get(node_id)
+        return "" if node is None else "/".join(map(str, node.place))
+
     def view(self) -> list[dict[str, object]]:
         """The table as people see it."""
         return self._table.view()
