@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,9 +119,18 @@ class Pin:
 class Arena:
     """The slots of one agent."""
 
-    def __init__(self, memory_dir: Path, job: str, agent_key: str, name: str = NAME) -> None:
-        """`name`: what the user's directory in `memory_dir` is called. OSError: no room for it."""
+    def __init__(
+        self,
+        memory_dir: Path,
+        job: str,
+        agent_key: str,
+        name: str = NAME,
+        room_in: Callable[[Path], room.Room] = room.tightest,
+    ) -> None:
+        """`name`: what the user's directory in `memory_dir` is called; `room_in` says how much room
+        is left there. OSError: no room for it."""
         self._memory_dir = memory_dir
+        self._room_in = room_in
         self._root = Root.take(memory_dir, job, agent_key, name)
         self._slots: dict[Path, _SlotState] = {}
         self._allocator = Allocator()
@@ -393,7 +403,7 @@ class Arena:
         if count <= 0:
             return
         try:
-            limit = room.tightest(self._memory_dir)
+            limit = self._room_in(self._memory_dir)
             pending = sum(_not_yet_taken(slot) for slot in self._slots.values())
         except OSError as exc:
             raise self._no_memory(key, size, exc) from exc

@@ -242,7 +242,13 @@ def build_engine(
             fatal.set_exception(exc)
 
     service = Service(
-        job, job_core, now=clock.now, say=say, failed=failed, has_launcher=has_launcher
+        job,
+        job_core,
+        now=clock.now,
+        say=say,
+        failed=failed,
+        wall=wall,
+        has_launcher=has_launcher,
     )
 
     def observe(event: Event, now: float) -> None:

@@ -343,7 +343,8 @@ class Server:
     async def close(self) -> None:
         """Stop listening and close every link."""
         self._server.close()
-        for link in list(self._links):
+        # A set of references has no order of its own.
+        for link in sorted(self._links, key=lambda link: link.number):
             link.abort()
         await asyncio.sleep(0)
 

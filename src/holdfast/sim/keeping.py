@@ -16,6 +16,7 @@ from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.digests import read_sidecar
 from holdfast.checkpoint.manifest import list_committed, read_manifest
 from holdfast.checkpoint.posix import PosixStorage
+from holdfast.checkpoint.room import Room
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.checkpoint.storage_port import HIDDEN, CrcOf, Moved, crc_of
 from holdfast.model.checkpoint import NONE, Series, Shape, Version
@@ -25,6 +26,10 @@ from holdfast.sim.loop import Process
 from holdfast.sim.scenario import DIRECTORY
 
 SERIES = Series(DIRECTORY)
+
+PLENTY_BYTES = 1_000_000_000
+"""What is free in memory and on storage, whatever else uses the machine that plays this: how much
+that leaves decides whether a save finds room, and is in the sentence of a write that fails."""
 
 
 def content(version: Version, part: str) -> bytes:
@@ -63,11 +68,15 @@ def is_whole(data: bytes, version: Version, part: str) -> bool:
     return data.rstrip(b"\0") == content(version, part)
 
 
+def _plenty(_memory_dir: Path) -> Room:
+    return Room("the memory of a modelled machine", PLENTY_BYTES, PLENTY_BYTES)
+
+
 class MachineArena(Arena):
     """The arena of one agent process: what it has when that is killed stays for the next one."""
 
     def __init__(self, folder: Path, number: int, process: Process) -> None:
-        super().__init__(folder, "job", f"agent-{number:04d}")
+        super().__init__(folder, "job", f"agent-{number:04d}", room_in=_plenty)
         self._process = process
         self._is_locked = True
 
@@ -110,6 +119,9 @@ class SharedStorage(PosixStorage):
 
     def full(self, path: str) -> str:
         return f"{DIRECTORY}/{path}"
+
+    def free_bytes(self) -> int | None:
+        return PLENTY_BYTES
 
     def newest(self) -> Version:
         """The newest that is committed."""

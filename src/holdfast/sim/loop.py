@@ -8,6 +8,7 @@ here, a while later. Everything that runs belongs to a *process*, which can be k
 
 import asyncio
 import math
+import weakref
 from asyncio import events
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
@@ -91,6 +92,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.streams: Streams | None = None
         self.surprises: list[str] = []
         """Errors that nobody handled."""
+        #: Every task that there still is, in the order in which they began.
+        self.tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], None]
+        self.tasks = weakref.WeakKeyDictionary()
         self._work_s = work_s
         #: By time: when the last callback planned for it really runs.
         self._planned: dict[float, float] = {}
@@ -185,7 +189,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         try:
             return self.run_until_complete(main)
         finally:
-            for task in asyncio.all_tasks(self):
+            for task in list(self.tasks):
                 task.cancel()
             self.run_until_complete(asyncio.sleep(0.1))
             self.run_until_complete(self.shutdown_asyncgens())
@@ -205,7 +209,9 @@ def _owner(context: Context | None) -> Process | None:
 def _make_task(
     loop: asyncio.AbstractEventLoop, coro: Any, context: Context | None = None
 ) -> asyncio.Task[Any]:
+    assert isinstance(loop, VirtualLoop)
     task = asyncio.Task(coro, loop=loop, context=context)
+    loop.tasks[task] = None
     process = _owner(context)
     if process is not None:
         process.tasks.append(task)

@@ -103,9 +103,7 @@ class Wire:
 
     def carry(self, way: str, data: bytes) -> None:
         """Bring bytes to the other end, sometimes in two pieces."""
-        # A fraction: how much chance is used up does not depend on how long the data are, which may
-        # have names of folders in them.
-        cut = int(self._rng.random() * len(data)) if self._rng.random() < 0.1 else 0
+        cut = _cut(data, self._rng.random()) if self._rng.random() < 0.1 else 0
         for piece in (data[:cut], data[cut:]):
             if piece:
                 self._pipes[way].carry(partial(self._receivers[way].receive, piece))
@@ -140,6 +138,27 @@ class Wire:
         self._ends_open -= 1
         if self._ends_open == 0:
             self._network.forget(self._number)
+
+
+def _cut(data: bytes, share: float) -> int:
+    """Where to cut whole frames in two, at this share of them: never at an end, so that it is two
+    pieces always, and in a frame that their number alone decides.
+
+    How long frames are must decide nothing: some have names of folders in them, which are others on
+    another machine.
+    """
+    begins, end = [0], _frame_end(data, 0)
+    while end < len(data):
+        begins.append(end)
+        end = _frame_end(data, end)
+    number, within = divmod(share * len(begins), 1.0)
+    begin, end = (*begins, len(data))[int(number) : int(number) + 2]
+    return begin + 1 + int(within * (end - begin - 1))
+
+
+def _frame_end(data: bytes, begin: int) -> int:
+    """See protocol/codec.py: a frame begins with how many bytes follow."""
+    return begin + 4 + int.from_bytes(data[begin : begin + 4], "little")
 
 
 class _Server:

@@ -69,7 +69,8 @@ class Means:
         self._upstream = upstream
         self._urgent = ThreadPoolExecutor(URGENT_THREADS, "vault")
         self._quiet = ThreadPoolExecutor(QUIET_THREADS, "vault-quiet", initializer=low_priority)
-        self._errands: set[asyncio.Task[None]] = set()
+        #: In the order in which they began, in which they are ended.
+        self._errands: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.get_running_loop()
 
     async def ask(self, body: CheckpointCall | DataMarked, expected: type[Expected]) -> Expected:
@@ -114,12 +115,12 @@ class Means:
     def spawn(self, errand: Coroutine[None, None, None], what: str) -> asyncio.Task[None]:
         """Do this beside everything else; a failure is said."""
         task = self._loop.create_task(errand)
-        self._errands.add(task)
+        self._errands[task] = None
         task.add_done_callback(lambda task: self._ended(task, what))
         return task
 
     def _ended(self, task: asyncio.Task[None], what: str) -> None:
-        self._errands.discard(task)
+        self._errands.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.report(error, what)
 

@@ -108,7 +108,7 @@ class Vault:
         self._nproc = nproc
         self._series: dict[str, SeriesKeeper] = {}
         #: What each worker's connection waits for; dropped when it closes.
-        self._held: dict[int, set[asyncio.Task[None]]] = {}
+        self._held: dict[int, dict[asyncio.Task[None], None]] = {}
         self._loop = asyncio.get_running_loop()
         self._identity = new_identity() if host and has_tls else None
         self._server = self._serve_peers(host, token) if host else None
@@ -146,12 +146,12 @@ class Vault:
         """Answer what a worker asked, now or later."""
         body = frame.body
         assert isinstance(body, c.VaultCall)
-        tasks = self._held.setdefault(link.number, set())
+        tasks = self._held.setdefault(link.number, {})
         task = self._loop.create_task(self._serve(link, frame.call, body))
-        tasks.add(task)
+        tasks[task] = None
 
         def served(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
+            tasks.pop(task, None)
             if not task.cancelled() and (error := task.exception()) is not None:
                 # Whoever asked must not wait for ever because of a mistake of ours.
                 link.answer(m.Refused("rejected", f"{error!r}: a bug in Holdfast"), frame.call)

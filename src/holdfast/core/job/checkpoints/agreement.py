@@ -106,9 +106,10 @@ class Agreement:
         their way to storage, `promised` to a node that leaves only when it is there.
         """
         bodies = [call.body for call in self._asks.values()]
-        stored = {entry for body in bodies for entry in body.stored}
+        # Not a set, which would have another order in each process.
+        stored = dict.fromkeys(entry for body in bodies for entry in body.stored)
         if committed is not None:
-            stored.add(committed)
+            stored[committed] = None
         held = {node_id: call.body.holdings for node_id, call in self._asks.items()}
         inventory = Inventory(
             {**held, **self.outsiders.found},
