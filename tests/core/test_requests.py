@@ -73,7 +73,7 @@ def test_what_a_worker_may_send_reaches_the_vault_or_the_core() -> None:
 def test_without_an_admitted_agent_only_the_store_is_open() -> None:
     """Leases of data go back when their node is lost: there must be one."""
     store = set(typing.get_args(m.KvCall))
-    assert may_be_sent_by(Sender.ANYONE) == {m.Attach, m.Observe, m.StopJob, *store}
+    assert may_be_sent_by(Sender.ANYONE) == {m.Attach, m.Observe, m.HistoryAsk, m.StopJob, *store}
 
 
 @pytest.mark.parametrize("body", MESSAGES, ids=lambda body: type(body).__name__)
