@@ -2,8 +2,8 @@
 """The nouns of checkpoints: what is saved, by whom, and which of two is newer.
 
 A checkpoint of a step consists of *parts*: one per rank, and one that is *shared* when all ranks
-hold the same model. Which parts there must be is the checkpoint's *shape*: it is declared by those
-who save, never derived from what is found.
+hold the same model. Which parts there must be is the checkpoint's *shape*: the workers that save
+declare it, and it is never derived from the parts that are found.
 
 A step number alone does not name a state: after a rollback the same step is reached again. Each
 world that begins to save gets a higher *lineage*; a *version* is a step of a lineage, and the newer
@@ -47,8 +47,8 @@ class Shape(Struct, frozen=True, array_like=True):
 
     world_size: int
     shared: bool
-    """True when the model is the same on every rank. Then the shared part is what must not be lost;
-    a rank whose own part is lost takes another rank's, of which one must be left."""
+    """True when the model is the same on every rank. Then the shared part must not be lost. A rank
+    whose own part is lost takes another rank's, so at least one rank's part must be left."""
 
     def parts(self) -> Iterator[str]:
         """Every part that there must be."""
@@ -67,7 +67,7 @@ class FileEntry(Struct, frozen=True, array_like=True):
     digest: int
     """CRC-32C over the CRC-32Cs of the file's chunks: see checkpoint/digests.py."""
     part: str = ""
-    """Whose file it is: a reader of one part reads these files only."""
+    """The part that the file belongs to: a reader of one part reads only the files of that part."""
 
 
 class Holding(Struct, frozen=True, array_like=True):
@@ -90,10 +90,10 @@ class Stored(Struct, frozen=True, array_like=True):
     version: Version
     shape: Shape
     positions: tuple[Position, ...] = ()
-    """Of the datasets that follow the directory, as they were when it was saved."""
+    """The positions that the datasets that follow the directory had when it was saved."""
     first_rank: int = 0
-    """The lowest rank whose part is in it. Beside a shared part others may have been lost before
-    they were written; who looked for one of them by trial would give the checkpoint up."""
+    """The lowest rank whose part is in it. Beside a shared part, parts of ranks may have been lost
+    before they were written: a reader that tried one of those would give the checkpoint up."""
 
 
 class Series(Struct, frozen=True, array_like=True):
@@ -127,7 +127,7 @@ class Series(Struct, frozen=True, array_like=True):
         return filled(self.pattern, step=step)
 
     def step_of(self, name: str) -> int | None:
-        """The step of the checkpoint that is called so; None if none is ever called so.
+        """The step of the checkpoint with this name; None if no checkpoint can have it.
 
         0 for the one name that a pattern without a step gives.
         """
@@ -137,7 +137,7 @@ class Series(Struct, frozen=True, array_like=True):
         head = filled(self.pattern[: blank.start()], step=0)
         digits = _DIGITS.match(name, len(head))
         found = "" if digits is None else digits[0]
-        # The longest first; shorter ones are for patterns that go on with digits.
+        # The longest number first. Shorter ones are for patterns with digits behind the step.
         for end in range(len(found), 0, -1):
             if self.name(int(found[:end])) == name:
                 return int(found[:end])
@@ -151,7 +151,7 @@ _DIGITS = re.compile(r"[0-9]+")
 def filled(text: str, *, step: int, name: str = "") -> str:
     """A pattern with {name}, {step} and {step:010d} filled in, and nothing else.
 
-    Not str.format: a pattern may come from a stranger's checkpoint, and that follows attributes.
+    Not str.format, which follows attributes: a pattern may come from a stranger's checkpoint.
     """
     return _BLANK.sub(
         lambda blank: name if blank[0] == "{name}" else str(step).zfill(int(blank[1] or 0)), text

@@ -2,7 +2,7 @@
 """The nouns of data: what is read, in which order, and how far it has come.
 
 A *dataset* is cut into *shards*. What a worker is given is a *lease* on a *piece*: a shard, or the
-rest of one that somebody else began. A piece names the same samples wherever it is read, so a
+rest of one that another worker began. A piece names the same samples wherever it is read, so a
 position is small: how far the cutting has come, and the pieces that are not consumed.
 """
 
@@ -30,7 +30,7 @@ class Extent(Struct, frozen=True, array_like=True):
 
 
 class Dataset(Struct, frozen=True, array_like=True):
-    """What a dataset is: the same for everybody who reads it."""
+    """What a dataset is: the same for every worker that reads it."""
 
     name: str
     kind: str = RANGE
@@ -39,15 +39,15 @@ class Dataset(Struct, frozen=True, array_like=True):
     shard_size: int = 1
     """Records, bytes or offsets of a shard; listed shards have their own sizes."""
     epochs: int = 1
-    """0: without end. Streams have one."""
+    """0: without end. A stream has one epoch."""
     shuffle: str = IN_ORDER
     seed: int = 0
     extents: tuple[Extent, ...] = ()
     """The files of lines, the partitions of a stream."""
     task: str = TRAIN
     series: str = ""
-    """The directory of the Checkpointer that its position goes with; empty: with none, and a sample
-    may be read twice after a failure."""
+    """The directory of the Checkpointer that its position is saved with. Empty: its position is not
+    saved with any model, and a sample may be read twice after a failure."""
     attempts: int = 3
     """How often a piece may fail in its reader before it is set aside."""
     grows: bool = False
@@ -80,21 +80,21 @@ class Lease(Struct, frozen=True, array_like=True):
 
 
 class Position(Struct, frozen=True, array_like=True):
-    """What of a dataset is consumed: everything that was cut, except what is open."""
+    """How far a dataset is consumed: everything that was cut, except the open pieces."""
 
     name: str
     epoch: int
-    """The one that is being cut."""
+    """The epoch that is being cut."""
     cut: tuple[int, ...]
-    """How many shards of this epoch are cut, of each partition for a stream."""
+    """How many shards of this epoch are cut; for a stream, how many of each partition."""
     open: tuple[Piece, ...] = ()
     """Cut, but not consumed: the rest of each."""
     aside: tuple[Piece, ...] = ()
     """Set aside because they failed again and again."""
     listed: tuple[tuple[str, int], ...] = ()
-    """Of listed shards: name and size of those that are not consumed, from `first_listed` on."""
+    """For listed shards: name and size of each from `first_listed` on that is not consumed."""
     first_listed: int = 0
     is_listed: bool = False
     """True when no more shards will be named."""
     recipe: str = ""
-    """What the dataset was cut by: a position means nothing to a dataset that is cut otherwise."""
+    """How the dataset was cut: a position means nothing to a dataset that is cut another way."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors, ordered by what the one who catches them should do.
+"""Errors, ordered by what the code that catches them should do.
 
 HoldfastError
 ├── UsageError         the user asked for something impossible: say the sentence, exit 2
-├── RetryableError     nobody answered: the same request may be sent again
+├── RetryableError     no answer came: the same request may be sent again
 ├── RejectedError      the other side understood and said no: do not repeat
 │   ├── FencedError    a newer incarnation or round has taken our place: stop working
 │   └── AuthError      wrong or missing token
@@ -25,7 +25,7 @@ class UsageError(HoldfastError):
 
 
 class RetryableError(HoldfastError):
-    """No answer was had; the request may be sent again under the same idempotency key."""
+    """No answer came; the request may be sent again under the same idempotency key."""
 
 
 class RejectedError(HoldfastError):
@@ -33,7 +33,7 @@ class RejectedError(HoldfastError):
 
 
 class FencedError(RejectedError):
-    """Whoever asked has been replaced by a newer incarnation or round."""
+    """A newer incarnation or round has replaced the sender of the request."""
 
 
 class AuthError(RejectedError):
@@ -67,5 +67,5 @@ class AwayError(StateError):
 
 
 class DiskFullError(AwayError):
-    """There is no room left for the journal. What was to be written is not, and nothing else is
-    changed: the same may be tried again."""
+    """There is no room left for the journal. Nothing was written and nothing else changed: the same
+    write may be tried again."""

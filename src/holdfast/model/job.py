@@ -21,8 +21,8 @@ WORKER_RESTARTS: dict[ExitReason, int] = {
 """How often the world is re-formed for one class of failure before the job fails."""
 
 BUDGET_BACK_S = 6 * 3600.0
-"""This much training brings a whole budget of worker restarts back, except those of the program's
-own failures: a budget is to stop a job that comes to nothing, not one that goes on for months."""
+"""This much training brings a whole budget of worker restarts back, except the budgets for the
+program's own failures. A budget stops a job that gets nowhere, not one that runs for months."""
 
 NODE_RELAUNCHES: dict[ExitReason, int] = {
     ExitReason.ERROR: 0,
@@ -36,8 +36,8 @@ NODE_RELAUNCHES: dict[ExitReason, int] = {
 """How often one node rank is launched again for one class of failure."""
 
 PENDING_STRATEGIES = ("skip", "necessary", "all")
-"""Which nodes may not stay pending for longer than `pending_timeout_s`: none, so many that no world
-can form without them, any."""
+"""What ends the job after `pending_timeout_s`: nothing; pending nodes without which no world can
+form; any pending node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +62,16 @@ class JobSpec:
     """An agent that says nothing for this long is lost."""
 
     lease_s: float = 60.0
-    """An agent that cannot reach the master for this long holds its workers still, and only after
-    this long may somebody else take the place of a whole world that went silent."""
+    """An agent that cannot reach the master for this long holds its workers still. Only after this
+    long may other nodes take the place of a whole world that went silent."""
 
     hang_after_s: float | None = None
     """A world without any step for this long hangs. None: the pauses of the job so far decide;
-    infinite: nobody looks."""
+    infinite: the master does not look for hangs."""
 
     first_step_s: float = 7200.0
-    """The workers of a round have this long for their first step. Later it is said, and in a job
-    that has stepped before they are restarted. Infinite: no limit."""
+    """The workers of a round have this long for their first step. After that the master reports it,
+    and restarts the workers if the job has stepped before. Infinite: no limit."""
 
     retry_mistakes: bool = False
     """Whether a mistake in the program (model.node.is_mistake) is retried like another failure."""
@@ -90,8 +90,8 @@ class JobSpec:
     nodes must agree on comes from the first agent. False: the size of the job is fixed."""
 
     first_node_id: int = 0
-    """Where node ids begin. Above 0 where an earlier master of the job, whose state is lost, may
-    have used those below."""
+    """Where node ids begin. Above 0 if an earlier master of the job, whose state is lost, may have
+    used the ids below."""
 
     suspended: bool = False
     """A new job waits for a plan that resumes it (with `size_from_platform` only)."""
@@ -100,19 +100,20 @@ class JobSpec:
     node_relaunches: dict[ExitReason, int] = field(default_factory=lambda: dict(NODE_RELAUNCHES))
 
     job_relaunches: int | None = None
-    """How many nodes are launched again in the whole job; those that somebody else ended do not
-    count. None: as many as the ranks have budgets."""
+    """How many nodes are launched again in the whole job; nodes that ended as `ExitReason.KILLED`
+    do not count. None: as many as the budgets of the ranks allow."""
 
     critical: dict[int, int] = field(default_factory=dict)
-    """Ranks without which the job ends, and how often each is launched again. It counts as in
-    `job_relaunches`, and takes the place of the limits of the classes that have any relaunches."""
+    """Ranks without which the job ends, and how often each is launched again. The number counts as
+    in `job_relaunches`, and replaces the limits of those failure classes that have any
+    relaunches."""
 
     critical_others: int | None = None
     """The same for every other rank; None: they are not critical."""
 
     node_memory_mib: int = 0
     """What a node asks for by the job's description. A node that was out of memory gets twice as
-    much when it is launched again. 0: nobody knows, and it gets the same again."""
+    much when it is launched again. 0: not known, and it gets the same again."""
 
     node_cpu_milli: int = 0
     node_gpus: int = 0
@@ -132,8 +133,8 @@ class JobSpec:
     """How many nodes each group (a rack) has. Ranks are dealt out in the order of the numbers."""
 
     group_pending_s: float = 300.0
-    """A node of a group that was launched again and is pending for so long cannot be placed beside
-    the others: the whole group is launched again elsewhere."""
+    """A node of a group that was launched again and is pending for this long cannot be placed
+    beside the others: the whole group is launched again elsewhere."""
 
     group_relaunches: int = 3
     """How often one group is launched again as a whole."""
@@ -143,15 +144,16 @@ class JobSpec:
     are no agents at all."""
 
     restart_timeout_s: float = 0.0
-    """A rank that was ordered and has had no agent for so long is given up, however often it was
-    launched again meanwhile; 0: never, and `attach_timeout_s` counts."""
+    """A rank that was ordered and has had no agent for this long is given up, however often it was
+    launched again meanwhile; 0: never, and `attach_timeout_s` applies."""
 
     attach_timeout_s: float = 1800.0
-    """A node that its platform runs for so long without an agent counts as failed. Its command may
-    have to install or fetch something first; whoever needs longer gives a restart time-out."""
+    """A node that its platform runs for this long without an agent counts as failed. Its command
+    may have to install or fetch something first; a user who needs longer sets a restart
+    time-out."""
 
     pending_timeout_s: float = 0.0
-    """The job ends when nodes have been pending for so long, see `pending_strategy`; 0: never."""
+    """The job ends when nodes have been pending for this long, see `pending_strategy`; 0: never."""
 
     pending_strategy: str = "skip"
     """One of PENDING_STRATEGIES."""
@@ -168,7 +170,7 @@ class JobSpec:
         return self.critical.get(rank, self.critical_others)
 
     def priority_of(self, rank: int, size: int) -> str:
-        """The priority of one rank of so many: "high", "low" or empty."""
+        """The priority of one rank of `size`: "high", "low" or empty."""
         return priority_of(self.priority, rank, size)
 
     def group_of(self, rank: int) -> int:

@@ -6,7 +6,7 @@ import re
 
 
 class Phase(enum.StrEnum):
-    """The life of one node id. It only ever moves forward: a late report revives nobody."""
+    """The life of one node id. It only ever moves forward: a late report revives no node."""
 
     INITIAL = "initial"
     """Ordered, not yet seen."""
@@ -47,10 +47,10 @@ class ExitReason(enum.StrEnum):
     """The program itself: an exception, exit code 1, an assertion, a segmentation fault."""
     OOM = "oom"
     KILLED = "killed"
-    """Somebody else ended it: preemption, eviction, an operator, a kill."""
+    """It was ended from outside: preemption, eviction, an operator, a kill."""
     HARDWARE = "hardware"
     LOST = "lost"
-    """The node stopped answering, and nobody knows why."""
+    """The node stopped answering, and the reason is not known."""
     STALLED = "stalled"
     """Alive but stopped, or without progress."""
     UNKNOWN = "unknown"
@@ -71,17 +71,17 @@ _KILLED_LOADER = re.compile(
 )
 
 FAILED_WITH = "failed with "
-"""What stands before an error that a program left, to make a sentence of it."""
+"""Stands before the error that a program left, to make a sentence of it."""
 
 _MISTAKES = frozenset(
     ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
 )
 
 WRONG_ARGUMENT = "ArgumentError"
-"""How the message of a program begins whose own command line argparse refused."""
+"""How a program's message begins when argparse refused the program's own command line."""
 
 NEEDS_TERMINAL = "NeedsTerminal"
-"""How the message of a program begins that wanted to ask a person: a debugger, `input()`."""
+"""How a program's message begins when it wanted to ask a person: a debugger, `input()`."""
 
 
 def classify_exit(
@@ -113,7 +113,7 @@ def is_mistake(message: str) -> bool:
 
 
 def asks_person(message: str) -> bool:
-    """Whether a program says this that has no terminal to ask on: it would ask again."""
+    """Whether the program failed because it has no terminal to ask on: it would ask again."""
     return _kind_of(message) == NEEDS_TERMINAL
 
 

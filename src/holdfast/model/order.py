@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that shall exist, and changes that people ask of a running job."""
+"""Orders for nodes, and the changes that people ask of a running job."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ WORKER = "worker"
 """The role of the nodes that train together. Others (ps, chief, evaluator) are names as given."""
 
 NODES_MAX = 100_000
-"""Of a role. More is a mistake, and each of them would be ordered."""
+"""The most nodes of a role. More is a mistake, and each of them would be ordered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A node that shall exist. The id makes it idempotent."""
+    """A node that the platform is asked for. The id makes the order idempotent."""
 
     node_id: NodeId
     node_rank: NodeRank
     role: str = WORKER
     size: int = 0
-    """How many nodes of this role the job wants now; 0 where nobody counts them."""
+    """How many nodes of this role the job wants now; 0 where they are not counted."""
     roles: tuple[tuple[str, int], ...] = ()
     """How many ranks each role without agents has now; empty where there are no such roles."""
     relaunches: int = 0
@@ -40,7 +40,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A node whose place another takes, with other resources if some are given."""
+    """A node that another one replaces, with other resources if some are given."""
 
     node_id: NodeId
     memory_mib: int = 0
@@ -49,16 +49,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A change that somebody asks of a running job. It is done once, whoever tells it again."""
+    """A change that is asked of a running job. It is done once, however often it is sent."""
 
     plan_id: str
     role: str = WORKER
     nodes: int | None = None
     """The new number of nodes of the role."""
     add: tuple[NodeRank, ...] = ()
-    """Ranks that shall exist in addition; a rank that does is left alone."""
+    """Ranks to add; a rank that exists is left alone."""
     remove: tuple[NodeId, ...] = ()
-    """Nodes that shall go and not be replaced."""
+    """Nodes to remove and not to replace."""
     migrate: tuple[Move, ...] = ()
     memory_mib: int = 0
     """For every node of the role launched from now on; 0 leaves it as it is."""
@@ -68,4 +68,4 @@ class Plan:
     limits: Limits | None = None
     """What all nodes of the job together may ask for from now on; None leaves it as it is."""
     others: tuple["Plan", ...] = ()
-    """Parts for other roles: all of it is done, or nothing. There is one answer, to this plan."""
+    """Parts for other roles: all parts are done, or none. There is one answer, to this plan."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parity groups: who keeps which XOR, and what can be rebuilt from what is left.
+"""Parity groups: which node keeps which XOR, and what can be rebuilt from what is left.
 
 The nodes of a group save one part each (nodes with several ranks: the n-th parts of all the nodes
 together, for every n). The image of a part is cut into as many stripes as there are other members,
 and every other member gets one of them. A member keeps the XOR of what it got, its *block*, and
-never a stripe of its own part. So of any one lost member each stripe is in another member's block,
-together with stripes of members that are still there.
+never a stripe of its own part. So if any one member is lost, each of its stripes is in another
+member's block, together with stripes of members that are still there.
 
 A block is listed in an inventory as a Holding with `parity=True` whose `part` is the block's name.
 The name says everything: "parity-1-of-0_4_8" is the block that the member at place 1 keeps for the
@@ -30,7 +30,7 @@ class Block(Struct, frozen=True):
     keeper: int
     """The place in the group of the member that keeps it."""
     ranks: tuple[int, ...]
-    """Whose parts the group protects, by place; ABSENT for a member without one."""
+    """The ranks whose parts the group protects, by place; ABSENT for a member without one."""
 
     @property
     def name(self) -> str:
@@ -52,13 +52,13 @@ class Block(Struct, frozen=True):
         return Block(int(keeper), tuple(ABSENT if rank == "x" else int(rank) for rank in ranks))
 
     def contributors(self) -> Iterator[str]:
-        """The parts of which a stripe is in this block."""
+        """The parts that have a stripe in this block."""
         for place, rank in enumerate(self.ranks):
             if place != self.keeper and rank != ABSENT:
                 yield rank_part(rank)
 
     def place_of(self, part: str) -> int:
-        """The place of the member whose part this is; ValueError if it is nobody's."""
+        """The place of the member whose part this is; ValueError if it is no member's."""
         for place, rank in enumerate(self.ranks):
             if rank != ABSENT and rank_part(rank) == part:
                 return place

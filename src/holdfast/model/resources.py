@@ -24,7 +24,7 @@ class Resources:
         return self + other.times(-1)
 
     def times(self, count: int) -> "Resources":
-        """What so many nodes ask for."""
+        """What `count` such nodes ask for."""
         return Resources(
             cpu_milli=self.cpu_milli * count,
             memory_mib=self.memory_mib * count,
@@ -44,9 +44,9 @@ class Limits:
     gpus: int | None = None
 
     def refusal(self, asked: Resources, before: Resources = NOTHING) -> str:
-        """Why nodes that ask for `before` may not ask for so much; empty if they may.
+        """Why nodes that ask for `before` may not ask for `asked`; empty if they may.
 
-        To ask for less is never too much, wherever the limit is.
+        To ask for no more than before is always allowed, wherever the limit is.
         """
         for most, now, then, words in (
             (self.cpu_milli, asked.cpu_milli, before.cpu_milli, cores),

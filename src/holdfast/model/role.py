@@ -10,7 +10,7 @@ from holdfast.model.resources import Resources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """Nodes that run the user's program as it is: parameter servers and those who use them."""
+    """Nodes that run the user's program as it is: parameter servers and the nodes that use them."""
 
     nodes: int
     relaunches: dict[ExitReason, int]
@@ -24,19 +24,19 @@ class RoleSpec:
     how many there are. While the job runs their number stays, and none of them is moved."""
 
     critical: dict[int, int] = field(default_factory=dict)
-    """Ranks without which the job ends, and how often each is launched again in all. Those that
-    somebody else ended do not count."""
+    """Ranks without which the job ends, and how often each is launched again in all. Nodes that
+    ended as `ExitReason.KILLED` or `ExitReason.LOST` do not count."""
 
     critical_others: int | None = None
     """The same for every other rank; None: they are not critical."""
 
     restart_timeout_s: float = 0.0
-    """A rank that was ordered and has not run for so long is given up, however often it was
+    """A rank that was ordered and has not run for this long is given up, however often it was
     launched again meanwhile; 0: never."""
 
     node_memory_mib: int = 0
     """What a node asks for by the job's description; one that was out of memory gets twice as much
-    when it is launched again. 0: nobody knows, and it gets the same again."""
+    when it is launched again. 0: not known, and it gets the same again."""
 
     node_cpu_milli: int = 0
     node_gpus: int = 0
@@ -61,10 +61,10 @@ class RoleSpec:
 
 
 def priority_of(priority: str, rank: int, size: int) -> str:
-    """The priority of one rank of so many: "high", "low" or empty."""
+    """The priority of one rank of `size`: "high", "low" or empty."""
     if priority in ("", "high", "low"):
         return priority
-    # Half of 5 is 3. A float would make 14 of 29 hundredths of 50.
+    # Rounds half up: half of 5 is 3. With a float, 0.29 of 50 would be 14 instead of 15.
     high = (Fraction(priority) * size + Fraction(1, 2)) // 1
     return "high" if rank < high else "low"
 
@@ -80,4 +80,4 @@ def raised_memory_mib(before_mib: int, left_mib: int | None) -> int:
 
 
 NOT_RAISED = "its memory is not raised (autoScale is off, or optimizeMode manual)"
-"""For people, where a node was out of memory and gets no more."""
+"""Told to people when a node was out of memory and gets no more."""

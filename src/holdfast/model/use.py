@@ -11,7 +11,7 @@ class Use(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     """Steps stood still while state was saved."""
     DETECT = "detect"
-    """From the last finished step to the moment somebody knew that something was wrong."""
+    """From the last finished step to the moment when the failure was noticed."""
     RENDEZVOUS = "rendezvous"
     """From the verdict to the agreement on the next world."""
     RESTART = "restart"

@@ -15,7 +15,7 @@ class Desk(Protocol):
     """
 
     def plans(self) -> AsyncIterator[Plan]:
-        """Those that are not answered yet, then every new one; it ends if the job is taken back."""
+        """The unanswered plans, then every new one; it ends if the job is taken back."""
 
     async def answer(self, plan_id: str, *, ok: bool, text: str) -> None:
         """Say what became of a plan: that it is done, or why it cannot be."""

@@ -30,10 +30,11 @@ class Journal(Protocol):
 
     def end(self) -> int:
         """The number of the last entry that is durable: it rises with each, snapshots included, and
-        never goes back, whoever owns the journal."""
+        never goes back, even when another master takes over the journal."""
 
     def since_snapshot(self) -> tuple[int, int]:
-        """How many entries, and how many bytes, follow the newest snapshot, whoever wrote them."""
+        """How many entries, and how many bytes, follow the newest snapshot: those of earlier
+        masters too."""
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Make these durable, together. Called from one thread at a time."""

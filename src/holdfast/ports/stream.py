@@ -9,9 +9,9 @@ class StreamReader(Protocol):
     """Reads a stream that is cut into partitions, each a row of records with the offsets n, n+1...
 
     Guarantees: an offset names the same bytes for ever, or nothing any more; a record is never left
-    out, a missing one is a StateError that says which. Nothing is acknowledged to the broker and
-    nobody shares a cursor: what was read is known to the ledger of shards alone. A broker that is
-    away is waited for, up to a limit that every call has, then there is a TimedOutError.
+    out, a missing one is a StateError that says which. A reader acknowledges nothing to the broker
+    and shares no cursor: only the data ledger knows what was read. A call waits for a broker that
+    is away, up to the limit that every call has, and then raises TimedOutError.
 
     Threads may use it together, and a forked child may go on with it.
     """
@@ -27,7 +27,7 @@ class StreamReader(Protocol):
         """The offset after the last record of each partition. It only rises."""
 
     def wait_until(self, ends: Mapping[str, int], timeout_s: float) -> dict[str, int]:
-        """The same, as soon as one of these partitions ends there or beyond, or after the time."""
+        """The ends of all partitions, once one of these ends there or beyond, or after the time."""
 
     def read(self, partition: str, begin: int, end: int) -> Generator[bytes, None, None]:
         """The records from `begin` to before `end`, in order. Waits for what is not written yet."""

@@ -40,25 +40,25 @@ class SlotReserve(Message, frozen=True):
 
 class SlotsReserved(Message, frozen=True):
     paths: tuple[str, ...]
-    """The slots that there are now: who maps them early is faster at the first save."""
+    """The slots that there are now: a worker that maps them early is faster at the first save."""
 
 
 class SlotAsk(Message, frozen=True):
-    """Where may this part of this step be written? Answered with a slot that nobody reads."""
+    """Where may this part of this step be written? Answered with a slot that is not being read."""
 
     directory: str
     part: str
     step: int
     size: int
     untouched: tuple[str, ...] = ()
-    """Slots whose memory was never used and is slow for that; rather not one of these."""
+    """Slots whose memory was never used, which makes the first write slow: others are preferred."""
     persist: bool = False
-    """True when this step shall go to storage: then a slot on disk is better than none."""
+    """True when this step is to go to storage: then a slot on disk is better than none."""
 
 
 class SlotGrant(Message, frozen=True):
     path: str
-    """The slot's file in shared memory, large enough; it is mapped by whoever writes it."""
+    """The slot's file in shared memory, large enough; the worker that writes it maps it."""
     lineage: int
     """What the slot's header must say."""
 
@@ -72,19 +72,19 @@ class SlotSealed(Message, frozen=True):
     shape: Shape
     path: str
     persist: bool
-    """True when this step shall go to storage."""
+    """True when this step is to go to storage."""
     waited_s: float = 0.0
     """How long the training waited for it."""
     follows: bool = False
-    """True when data are read with respect to this directory: then `marks` counts, be it empty."""
+    """True when a dataset follows this directory: then `marks` counts, even if it is empty."""
     marks: tuple[Mark, ...] = ()
-    """How far this rank was in them when it saved; with the rank's own part only."""
+    """How far this rank was in its datasets when it saved; with the rank's own part only."""
     digest: int = -1
-    """Of the slot's data, as they were copied into it; -1: the agent computes it."""
+    """Over the slot's data, computed during the copy into it; -1: the agent computes it."""
 
 
 class SaveFailed(Message, frozen=True):
-    """A worker could not save a step: people are told by the master."""
+    """A worker could not save a step: the master tells people."""
 
     directory: str
     step: int
@@ -92,9 +92,10 @@ class SaveFailed(Message, frozen=True):
 
 
 class RestoreAsk(Message, frozen=True):
-    """All ranks of a round agree on what to restore: asked by each, until the answer says go.
+    """All ranks of a round agree on what to restore: each asks until the answer says go.
 
-    Also the way to a lineage for those who only want to save: `fresh` then restores nothing.
+    A rank that only wants to save gets its lineage in this way too: with `fresh` nothing is
+    restored.
     """
 
     directory: str
@@ -127,12 +128,12 @@ class OpenedPart(Struct, frozen=True, array_like=True):
 
     asked: str
     part: str
-    """What it is: another rank's, when the asked one is lost or never was."""
+    """The part that it is: another rank's, if the asked one is lost or never existed."""
     path: str
     source: str
     """"memory", "peer", "parity" or "storage"."""
     digest: int = -1
-    """What the bytes that a worker takes out of the slot must add up to; -1 if it is not known."""
+    """The digest of the bytes that a worker takes out of the slot; -1 if it is not known."""
 
 
 class PartsOpened(Message, frozen=True):
@@ -159,7 +160,7 @@ class PersistState(Message, frozen=True):
     committed: Version
     """The newest version that is committed; NONE if none is."""
     problem: str = ""
-    """Why a newer one is not; empty if there is none."""
+    """Why a newer version is not committed; empty if there is no such version."""
 
 
 class StepsRemove(Message, frozen=True):
@@ -191,7 +192,7 @@ class Tally(Struct, frozen=True, array_like=True):
     failed: int = 0
     """Steps that a worker of this node was to save and could not."""
     failed_step: int = -1
-    """The last of them."""
+    """The last step that failed."""
     failed_why: str = ""
 
 
@@ -216,20 +217,20 @@ class NodeRestore(Message, frozen=True):
     round: int
     holdings: tuple[Holding, ...]
     stored: tuple[Stored, ...]
-    """What is committed on storage; only the node of rank 0 looks. The positions of data are said
-    of the prepared version alone: a step agreed on is always prepared before."""
+    """What is committed on storage; only the node of rank 0 looks. Positions of data are in the
+    entry of the prepared version alone: a step is always prepared before it is agreed on."""
     prepared: Version
     wants: tuple[str, ...]
-    """The parts whose places the answer shall tell."""
+    """The parts that the answer locates."""
     bad: tuple[BadCopy, ...] = ()
     fresh: bool = False
     step: int = -1
     breakpoint: bool = True
     lineage: int = -1
-    """What the last agreement of this round gave this node; -1 before the first. A node that asks
-    with less than the others have has missed their answer."""
+    """The lineage that the last agreement of this round gave this node; -1 before the first. A node
+    that asks with a lower one than the others have has missed the answer that they got."""
     mixed: bool = False
-    """Whether its ranks have different versions at hand: nobody may go on yet, not even with
+    """Whether its ranks have different versions at hand. Then no rank may go on yet, not even with
     nothing, because a rank of this node has something."""
 
 
@@ -244,7 +245,7 @@ class Source(Struct, frozen=True, array_like=True):
     address: str = ""
     """The peer's byte service, as in `Peer`."""
     digest: int = -1
-    """What the bytes must add up to; -1 if nobody has computed it yet."""
+    """The digest that the bytes must have; -1 if it has not been computed yet."""
     length: int = 0
 
 
@@ -258,12 +259,12 @@ class RestorePlan(Message, frozen=True):
     """What this world stamps on what it saves (valid with `go`)."""
     sources: tuple[Source, ...] = ()
     failures_per_s: float = 0.0
-    """How often worlds of this job broke, for those who choose their interval by it."""
+    """How often worlds of this job broke, for a save policy that chooses its interval by it."""
     notes: tuple[str, ...] = ()
     """What was lost or passed over, in plain words."""
     follows: bool = False
-    """True when somebody reads data with respect to this directory: then every node says with
-    every save how far its ranks are (DataMarked), be it that they read nothing."""
+    """True when a dataset follows this directory: then every node says with every save how far its
+    ranks are (DataMarked), even if they read nothing."""
 
 
 class PartsLocate(Message, frozen=True):
@@ -279,7 +280,7 @@ class PartsLocated(Message, frozen=True):
 
 
 class PersistAsk(Message, frozen=True):
-    """This node holds these parts of a step that shall go to storage.
+    """This node holds these parts of a step that is to go to storage.
 
     Held until it is this step's turn; answered with PersistPlan, or refused.
     """
@@ -295,7 +296,7 @@ class PersistPlan(Message, frozen=True):
     attempt: str
     """Names this try and nothing else, ever: the temporary directory is called after it."""
     parts: tuple[str, ...]
-    """Which of the parts this node writes: of a part that several hold, one does."""
+    """The parts that this node writes: of several nodes that hold a part, one writes it."""
 
 
 class PartsPersisted(Message, frozen=True):
@@ -323,7 +324,7 @@ class CommitDone(Message, frozen=True):
 
 
 class Writing(Struct, frozen=True, array_like=True):
-    """Parts that a node writes to storage, or has written without knowing what became of it."""
+    """Parts that a node writes to storage, or has written without knowing the attempt's outcome."""
 
     attempt: str
     parts: tuple[str, ...]
@@ -336,7 +337,7 @@ class InventoryTaken(Message, frozen=True):
     number: int
     holdings: tuple[Holding, ...]
     writing: tuple[Writing, ...] | None = None
-    """None from agents that do not say it: they may write whatever they hold."""
+    """None from agents that do not report it: they may be writing anything that they hold."""
 
 
 class FlushAsk(Message, frozen=True):
@@ -362,7 +363,7 @@ class Peer(Struct, frozen=True, array_like=True):
     node_id: int
     address: str
     """"HOST:PORT"; under TLS "HOST:PORT#FINGERPRINT": only the certificate with this SHA-256 is
-    accepted there. They are one word so that nobody has the one without the other."""
+    accepted there. They are one word so that no code has the address without the fingerprint."""
     first_rank: int = 0
     """The ranks of a node follow each other from this one on; parity blocks are named by them."""
     nproc: int = 0
@@ -377,7 +378,7 @@ class Replicated(Message, frozen=True):
     """This node's parts of a version are on other nodes.
 
     Held until every node of the round says the same (Done): then the version is safe, and older
-    ones may go. Refused when that will not be.
+    ones may go. Refused when that will not happen.
     """
 
     directory: str
@@ -388,7 +389,8 @@ class Replicated(Message, frozen=True):
 class CopyFailed(Message, frozen=True):
     """A copy of this node's parts did not get through.
 
-    Answered with Peers: who gets copies instead, from now on; nobody: go on without.
+    Answered with Peers: the nodes that get this node's copies from now on. If it is empty, the node
+    goes on without copies.
     """
 
     directory: str
@@ -473,7 +475,7 @@ class PartPut(Message, frozen=True):
     stripe_digest: int = -1
     """For parity: over the stripe that follows."""
     safe: Version = NONE
-    """The newest version that is safe: what is kept of it must not make room for this."""
+    """The newest version that is safe: copies of it must not be dropped to make room for this."""
 
 
 class PartWanted(Message, frozen=True):
@@ -508,7 +510,7 @@ VaultCall = (
     | PersistWait
     | StepsRemove
 )
-"""What a worker asks its agent about checkpoints; nothing of it is relayed as it is."""
+"""What a worker asks its agent about checkpoints; the agent relays none of it as it is."""
 
 PeerCall = PartGet | PartPut
 PeerAnswer = PartBytes | PartWanted

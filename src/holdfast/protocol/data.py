@@ -17,7 +17,7 @@ class DatasetOpen(Message, frozen=True):
     """
 
     scope: int
-    """The round of the worker; 0 outside of a world. What an older round asks is fenced."""
+    """The round of the worker; 0 outside of a world. Requests of an older round are fenced."""
     dataset: Dataset
 
 
@@ -32,14 +32,14 @@ class Consumed(Struct, frozen=True, array_like=True):
 
     lease: int
     upto: int
-    """Everything of the piece before this is consumed; the piece's end: the lease is over."""
+    """Everything in the piece before this is consumed. At the piece's end the lease is over."""
     problem: str = ""
-    """Why the rest of it could not be read: it is given to somebody else, or set aside."""
+    """Why the rest of it could not be read: another worker gets it, or it is set aside."""
     returned: bool = False
     """True: the rest goes back, nothing is wrong with it."""
     end: int = -1
     """The worker will stop here, below the end of its piece: the tail goes back. -1: it will not.
-    Who says this never reads beyond it again; saying it twice changes nothing."""
+    A worker that says this never reads beyond it again; saying it twice changes nothing."""
 
 
 class ShardsTake(Message, frozen=True):
@@ -119,7 +119,7 @@ class DataMarked(Message, frozen=True):
     """By rank."""
     world_size: int
     held: tuple[Version, ...] = ()
-    """Every version of which this node has something in memory: the positions of others are not
+    """Every version that this node holds some of in memory: positions of other versions are not
     needed any more."""
 
 

@@ -31,7 +31,7 @@ VERSION = 1
 
 NONCE_BYTES = 32
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-"""Of one length, so that what a proof is computed over can be read in one way only."""
+"""Of a fixed length, so that the text that a proof is computed over has only one reading."""
 
 
 class Challenge(Message, frozen=True):
@@ -112,7 +112,7 @@ class Attach(Message, frozen=True):
     """An agent reports for duty, for the first time or again."""
 
     agent_key: str
-    """Random, drawn once per agent process: who comes back under the same key is the same."""
+    """Random, drawn once per agent process: an agent that comes back with it is the same one."""
     rules: JobRules
     nproc: int
     host: str
@@ -120,7 +120,7 @@ class Attach(Message, frozen=True):
     round: int = 0
     """The round whose workers run here now; 0 if none do."""
     node_id: int = -1
-    """Given by the platform that launched the node; -1 if nobody did."""
+    """Given by the platform that launched the node; -1 if no platform did."""
     node_rank: int = -1
     """Given by the user; -1 lets the master assign one."""
     incarnation: int = 0
@@ -139,7 +139,7 @@ class Attach(Message, frozen=True):
     process: str = ""
     """The name of the agent's process (runtime/process_names.py); empty if there is none."""
     ended_key: str = ""
-    """The key under which this process was given up: the workers of that time have ended."""
+    """The key under which the master gave this process up: the workers of that time have ended."""
     log_dir: str = ""
     """The folder on its host with the output of its workers and its own log."""
     grace_s: float = 0.0
@@ -185,7 +185,7 @@ class Warmed(Message, frozen=True):
 
 
 class Dropped(Message, frozen=True):
-    """A relayed request whose worker has gone: no answer is wanted. It has none itself."""
+    """A relayed request whose worker has gone: no answer is wanted, and Dropped gets none."""
 
     session: str
     seq: int
@@ -209,8 +209,8 @@ class FailureInfo(Struct, frozen=True, array_like=True):
     last_step_ago_s: float = -1.0
     """How long before this report the node's last step finished; -1 if it never did."""
     alike: int = 0
-    """All workers of the node, so many, made this mistake before any step; 0: it is no mistake, or
-    not everybody's. See model.node.is_mistake."""
+    """How many workers the node has, if all of them made this mistake before any step; 0: it is no
+    mistake, or not all made it. See model.node.is_mistake."""
 
 
 class WorkersFailed(Message, frozen=True):
@@ -521,7 +521,7 @@ class Frame(Struct, frozen=True, array_like=True):
     `call` numbers a request on its connection and marks its answer; 0 is a message without one.
     `session` and `seq` are the idempotency key of a relayed request: the same pair is the same
     request, however often it arrives.
-    `position` is how far the journal of the master was who sends this; 0 from everybody else.
+    `position` is how far the sending master's journal was; 0 from every other sender.
     """
 
     call: int
