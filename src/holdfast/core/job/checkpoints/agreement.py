@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The restore agreement of one directory: every rank the same version, or nobody any.
+"""The restore agreement of one directory: every rank gets the same version, or no rank gets any.
 
 It goes in turns. In each, every node of the round says what it holds and what it has at hand; the
 newest whole version is chosen, and it is agreed on once every node has it at hand. A copy that
@@ -58,7 +58,7 @@ class Agreement:
         self._bad: set[BadCopy] = set()
         #: How often a version was planned: while it was only in memory, and once it was stored.
         self._planned: Counter[tuple[Version, bool]] = Counter()
-        #: Versions of whose data it is not known how far they were.
+        #: Versions for which it is not known how far the data were.
         self._unpositioned: set[Version] = set()
         #: What was where in the last turn.
         self.inventory = Inventory({})
@@ -73,7 +73,7 @@ class Agreement:
         self.outsiders.lost(node_id)
 
     def is_complete(self, members: Collection[NodeId], now: float) -> bool:
-        """Whether everybody whose word counts has spoken."""
+        """Whether all members have asked, and the outsiders have answered or had their time."""
         return len(self._asks) == len(members) and self.outsiders.is_over(now)
 
     def is_waiting(self, members: Collection[NodeId]) -> bool:
@@ -101,9 +101,9 @@ class Agreement:
     ) -> Choice | None:
         """The version of this turn, and whether every node has it at hand; None: not yet.
 
-        `base` is what the last agreement came to. Of what is in memory alone only `positioned`
-        versions count; None: no data are read with respect to the directory. `under_way` are on
-        their way to storage, `promised` to a node that leaves only when it is there.
+        `base` is the version of the last agreement. Of versions that are only in memory, only the
+        `positioned` ones count; None: no dataset follows the directory. The versions `under_way`
+        are on their way to storage. A node that has to go waits until `promised` is there.
         """
         bodies = [call.body for call in self._asks.values()]
         # Not a set, which would have another order in each process.
@@ -128,7 +128,7 @@ class Agreement:
         # What all have at hand is never given up for something older.
         at_hand = min(prepared) if len(prepared) == 1 else NONE
         is_mixed = len(prepared) > 1 or any(body.mixed for body in bodies)
-        # Without their position the data would begin anew, under a model that has seen them.
+        # Without positions the datasets would restart, under a model that has seen their samples.
         go = at_hand >= newest and not is_mixed and at_hand not in self._unpositioned
         chosen = at_hand if go else newest
         awaited = max((v for v in under_way if v == promised or v in given_up), default=NONE)
@@ -139,7 +139,7 @@ class Agreement:
         return Choice(chosen, go=go, fresh=False, notes=self._notes(chosen, step))
 
     def _given_up(self) -> Iterator[Version]:
-        """Versions that were planned in vain, from where they still are."""
+        """Versions that were planned in vain and are still where they were: stored, or not."""
         for (version, was_stored), turns in self._planned.items():
             if turns >= TURNS_MAX and was_stored == self.inventory.is_stored(version):
                 yield version
@@ -164,6 +164,6 @@ class Agreement:
         return max(found, key=len, default=())
 
     def take_asks(self) -> Iterator[RestoreCall]:
-        """The turn is over: those who wait for its answer."""
+        """End the turn: the asks that wait for its answer."""
         asks, self._asks = self._asks, {}
         return iter(asks.values())

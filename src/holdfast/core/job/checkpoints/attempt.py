@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt to bring a version to storage: who writes what, and what is written by now."""
+"""One attempt to bring a version to storage: which node writes what, and what is written by now."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -29,10 +29,10 @@ class AttemptState:
     until: float
     #: The parts that are not reported yet. When none is left the attempt is whole.
     missing: set[str]
-    #: Who writes each of them; unknown for an attempt of an earlier master.
+    #: The node that writes each missing part; unknown for an attempt of an earlier master.
     writers: dict[str, NodeId] = field(default_factory=dict)
     is_resumed: bool = False
-    #: Whether it is not known yet which of the missing parts of a resumed one somebody still has.
+    #: Of a resumed attempt: whether it is not known yet which missing parts some node still has.
     is_unclear: bool = False
     #: The missing parts whose writer was lost.
     orphans: set[str] = field(default_factory=set)
@@ -40,7 +40,7 @@ class AttemptState:
     orders: dict[ReportKey, None] = field(default_factory=dict)
     files: dict[ReportKey, tuple[FileEntry, ...]] = field(default_factory=dict)
     held: dict[ReportKey, ev.CheckpointRequested] = field(default_factory=dict)
-    #: Who was told to give the checkpoint its name.
+    #: The node that was told to give the checkpoint its name.
     committer: NodeId | None = None
 
     @staticmethod
@@ -77,7 +77,7 @@ class AttemptState:
             del self.writers[part]
 
     def find_orphans(self, inventory: Inventory, survey: Gathering) -> None:
-        """An earlier master's attempt: what nobody writes any more has lost its writer."""
+        """An earlier master's attempt: a part that no node may be writing has lost its writer."""
         self.orphans = {
             part
             for part in self.missing - self.writers.keys()
@@ -85,9 +85,10 @@ class AttemptState:
         }
 
     def adopt_orphans(self, inventory: Inventory, crew: Crew) -> tuple[list[str], str]:
-        """Find others who have what lost nodes left unwritten.
+        """Find other nodes that have the parts that lost nodes left unwritten.
 
-        Returns what has a writer again, and a part without which it cannot go on, if one is lost.
+        Returns the parts that have a writer again, and a lost part without which the attempt cannot
+        go on, or "".
         """
         loads: dict[NodeId, int] = {}
         orphans, self.orphans = sorted(self.orphans), set()
@@ -107,9 +108,12 @@ class AttemptState:
     def share_of(
         self, node_id: NodeId, parts: tuple[str, ...], *, is_first: bool
     ) -> tuple[str, ...]:
-        """Which of these parts a node writes that holds them; `is_first` of the group."""
-        # What a node was ordered to write it writes already; its report would come before the end
-        # of a second write, and the checkpoint would get its name under that.
+        """Which of these parts the node, which holds them all, writes.
+
+        `is_first`: it is the first node of the group.
+        """
+        # A node is already writing the parts that it was ordered to write. Its report on them would
+        # come before a second write ends, and the checkpoint would get its name during that write.
         ordered = {part for _, ordered in self.orders for part in ordered}
         parts = tuple(part for part in parts if part not in ordered)
         if self.is_resumed:
@@ -152,10 +156,10 @@ class AttemptState:
 def writer_of(
     part: str, holders: Collection[NodeId], crew: Crew, loads: dict[NodeId, int]
 ) -> NodeId | None:
-    """Who writes a part that several may hold: who is there and has the least to write.
+    """The node that writes a part that several may hold: of those present, the least loaded.
 
-    A node that runs the part's rank comes first. On others it is a copy, of which there are two
-    slots: one that is held for a slow storage would stop the copies of all later steps.
+    A node that runs the part's rank comes first. On other nodes the part is a copy, and copies have
+    two slots: one that is held for a slow storage would stop the copies of all later steps.
     """
     here = [node_id for node_id in holders if node_id in crew.present]
     if not here:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bringing versions of one directory to storage: who writes what, and when it is committed.
+"""Bringing versions of one directory to storage: which node writes what, and when to commit.
 
 An attempt has a name of its own and a fixed set of parts. It is committed once each of those parts
 has been reported *for that attempt*, and never because of how many files or reports there are. One
@@ -27,10 +27,10 @@ from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 
 SILENCE_S = 3600.0
-"""An attempt of which nothing is heard for so long is given up."""
+"""An attempt is given up when nothing is heard of it for this long."""
 
 RESUMED_S = 600.0
-"""The same for one of an earlier master, of which nobody here knows who still writes."""
+"""The same for an attempt of an earlier master: this one does not know which nodes still write."""
 
 
 NO_POSITION = "not every rank has said how far its data were when it was saved"
@@ -53,7 +53,7 @@ class Attempts:
         self.problem = ""
 
     def validate(self) -> None:
-        """One attempt gets its name at a time, only a whole one, and none is behind a commit."""
+        """One attempt is committed at a time, only a whole one; none is older than a commit."""
         committed = self._state.newest(self._directory)
         named = [attempt for attempt in self._open.values() if attempt.committer is not None]
         assert len(named) <= 1, named
@@ -72,7 +72,7 @@ class Attempts:
 
     @property
     def needs_survey(self) -> bool:
-        """Whether it matters who holds which part."""
+        """Whether it matters which node holds which part."""
         is_known = not self._crew.absent
         return any(
             attempt.orphans or (attempt.is_unclear and attempt.missing and is_known)
@@ -92,7 +92,7 @@ class Attempts:
     # ---- beginning ------------------------------------------------------------------------------
 
     def ask(self, out: Outcome, request: ev.CheckpointRequested, body: c.PersistAsk) -> None:
-        """A node holds its parts of a step that shall go to storage."""
+        """A node holds its parts of a step that is to go to storage."""
         for attempt in self._open.values():
             if attempt.version == body.version:
                 self._plan(out, attempt, request, body.parts)
@@ -111,7 +111,7 @@ class Attempts:
         shape, writers = whole
         version, why = self._queue.version, "the program saved it"
         if self._state.lacks_position(self._directory, version):
-            # Every node has said so before it asked: nobody will say more.
+            # Every node says how far its data were before it asks: nothing more will come.
             self.problem = f"step {version.step} did not reach storage: {NO_POSITION}"
             self._queue.refuse(out, m.Refused("rejected", NO_POSITION))
             return
@@ -121,7 +121,7 @@ class Attempts:
     def begin_ordered(
         self, out: Outcome, version: Version, inventory: Inventory, reason: str, now: float
     ) -> bool:
-        """Have those who hold a version write it; False if they do not hold enough of it."""
+        """Have the nodes that hold a version write it; False if they do not hold enough of it."""
         shape = inventory.shape(version)
         writers: dict[str, NodeId] = {}
         loads: dict[NodeId, int] = {}
@@ -193,7 +193,7 @@ class Attempts:
         attempt.held[key] = request
         attempt.until = now + (RESUMED_S if attempt.is_resumed else SILENCE_S)
         if body.problem:
-            # A part that another has written is not missing: a lost node's may come late.
+            # A part that another node has written is not missing: a lost node's report may be late.
             if not attempt.missing.isdisjoint(body.parts):
                 self._give_up(out, attempt, body.problem)
         elif body.attempt in self._done_before:
@@ -202,8 +202,8 @@ class Attempts:
             attempt.reported(key, body.files)
 
     def _is_over(self, name: str) -> bool:
-        """Whether an attempt that is not open will never be: this master gave it up, and it is not
-        one that was committed before this master knew of it."""
+        """Whether an attempt that is not open never will be: this master named it, or gave it up
+        and knows of no commit of it."""
         if self._crew.is_ours(name):
             return True
         return name in self._given_up and name not in self._done_before
@@ -237,7 +237,7 @@ class Attempts:
         """A node gave a checkpoint its name, or could not."""
         attempt = self._open.get(body.attempt)
         if attempt is not None and body.problem:
-            # Of one that was given up, nothing follows: another does it now.
+            # The failure of a node that is not the committer any more changes nothing.
             if attempt.committer == node_id:
                 self._give_up(out, attempt, body.problem)
         elif attempt is not None:
@@ -297,9 +297,9 @@ class Attempts:
     def adopt_orphans(
         self, out: Outcome, inventory: Inventory, survey: Gathering, *, is_all: bool
     ) -> None:
-        """Have others write what lost nodes left unwritten, where there is a copy.
+        """Have other nodes write what lost nodes left unwritten, where there is a copy.
 
-        `is_all`: the survey is of every node, so what it does not know to be written is not.
+        `is_all`: the survey covers every node, so it shows every part that is being written.
         """
         for attempt in [one for one in self._open.values() if one.is_unclear]:
             attempt.is_unclear = bool(self._crew.absent)
@@ -313,5 +313,5 @@ class Attempts:
                 out.commands.extend(attempt.order_parts(self._directory, adopted))
 
     def round_over(self, out: Outcome) -> None:
-        """What the last world wanted and had not begun is over with it."""
+        """Refuse what the last world asked for and had not begun."""
         self._queue.refuse(out, m.Refused("stale", "the round in which this was asked is over"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The durable part of the ledger: what is committed, what was agreed last, positions of data.
+"""The durable part of the checkpoint ledger: commits, the last agreements, positions of data.
 
-Data may be read with respect to the model of a directory: then a version without their position is
-worth nothing, since what the model has seen of them would be seen again, or never.
+Datasets may follow the model of a directory. Then a version without their positions is worthless:
+samples that its model has seen would be read again, or samples would never be read.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +22,7 @@ class CheckpointState:
     def __init__(self) -> None:
         self.committed: dict[str, rec.CheckpointCommitted] = {}
         self.agreed: dict[str, rec.LineageSet] = {}
-        #: The directories that datasets follow: told anew at every start of a master.
+        #: The directories that datasets follow: told again at every start of a master.
         self.followed: set[str] = set()
         self._positions: dict[str, dict[Version, tuple[Position, ...]]] = {}
 
@@ -32,7 +32,7 @@ class CheckpointState:
         return NONE if found is None else found.version
 
     def base(self, directory: str) -> Version:
-        """What the last agreement came to: the newest lineage begins with it."""
+        """The version of the last agreement: the newest lineage begins with it."""
         agreed = self.agreed.get(directory)
         return NONE if agreed is None else agreed.version
 
@@ -49,7 +49,7 @@ class CheckpointState:
         return self._positions.get(directory, {})
 
     def lacks_position(self, directory: str, version: Version) -> bool:
-        """Whether this version, if it is in memory alone, cannot be restored for that reason."""
+        """Whether this version cannot be restored from memory alone, for want of its positions."""
         return directory in self.followed and version not in self.positions(directory)
 
     def keep_positions(
@@ -67,7 +67,7 @@ class CheckpointState:
         positions: tuple[Position, ...],
         held: Collection[Version] | None,
     ) -> None:
-        """Keep the positions of a version, and no longer those of what is not `held` anywhere.
+        """Keep the positions of a version, and drop those of versions that are not `held` anywhere.
 
         None: not every node of the round has said yet what it holds.
         """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of checkpoints: what is restored, what is on storage, and what is safe elsewhere.
+"""The checkpoint ledger: what is restored, what is on storage, and what is safe on other nodes.
 
 Per directory it leads the restore agreement (agreement.py) and the attempts to bring versions to
 storage (attempts.py), and knows which version every node has copied to others. Durable are only
-the newest committed version, the lineage, and how far the data that are read with respect to the
-directory were at each version: all else is in calls that agents hold and send again.
+the newest committed version, the lineage, and the positions that the datasets that follow the
+directory had at each version: all else is in calls that agents hold and send again.
 
 It needs little of the rest of the job: the world of the round, and who comes and goes.
 """
@@ -64,7 +64,7 @@ class Checkpoints:
         self._state = CheckpointState()
         self._series: dict[str, SeriesState] = {}
         self._breaks = 0
-        #: The round that is done, and between when and when its end may be told.
+        #: The round that is done, and the earliest and the latest time to tell its end.
         self._settling: tuple[Round, float, float] | None = None
         self._ended = False
 
@@ -172,7 +172,7 @@ class Checkpoints:
             out.commands.append(Reply(event.link, event.call, answer))
 
     def _is_awaited(self, body: c.CheckpointCall) -> bool:
-        """Whether an attempt waits for a node that asks again, after its round, what to write."""
+        """Whether a node asks again, after its round, what to write for an attempt that is open."""
         if not isinstance(body, c.PersistAsk):
             return False
         return body.version in self._of(body.directory).attempts.versions()
@@ -184,7 +184,7 @@ class Checkpoints:
         return c.Peers(self._crew.peers(ring.replica_peers(node_id, body.replicas)))
 
     def _advance(self, out: Outcome, touched: Iterable[SeriesState], now: float) -> None:
-        """Whatever may go on after what has just happened does."""
+        """Continue everything that can go on after the event."""
         for series in touched:
             self._agree(out, series, now)
             series.advance(out, now)
@@ -239,7 +239,7 @@ class Checkpoints:
             tuple(series.attempts.versions()),
         )
         if choice is None:
-            # Until something is on storage. The others have had their time.
+            # Wait for a version to reach storage. The outsiders have had their time.
             agreement.outsiders.stop_waiting()
             return
         inventory = series.inventory = agreement.inventory

@@ -10,7 +10,7 @@ from holdfast.model.ids import NodeId
 from holdfast.protocol.checkpoints import InventoryTaken, InventoryWanted
 
 PATIENCE_S = 5.0
-"""How long the holdings of a node are waited for; after that it goes without them."""
+"""How long to wait for the holdings of a node; after that, whatever needs them does without."""
 
 
 class Gathering:
@@ -24,7 +24,7 @@ class Gathering:
         self.found: dict[NodeId, tuple[Holding, ...]] = {}
         #: What is being written, by attempt and part.
         self._written: set[tuple[str, str]] = set()
-        #: Those who do not say what they write.
+        #: Nodes that do not say what they write.
         self._silent: set[NodeId] = set()
 
     def ask(self, outcome: Outcome) -> None:
@@ -47,7 +47,7 @@ class Gathering:
             self._written.update((one.attempt, part) for one in body.writing for part in one.parts)
 
     def may_write(self, attempt: str, part: str, holders: Collection[NodeId]) -> bool:
-        """Whether one of those who were asked writes a part that these nodes hold."""
+        """Whether one of the asked nodes may be writing this part, which `holders` hold."""
         return (attempt, part) in self._written or not self._silent.isdisjoint(holders)
 
     def lost(self, node_id: NodeId) -> None:
@@ -58,7 +58,7 @@ class Gathering:
         return not self._missing or now >= self._until
 
     def stop_waiting(self) -> None:
-        """Something else is waited for now. Late answers still count."""
+        """Something else is waited for from now on. Late answers still count."""
         self._waits = False
 
     def deadline(self) -> float | None:

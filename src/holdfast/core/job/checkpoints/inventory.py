@@ -19,13 +19,13 @@ from holdfast.model.parity import rebuildable
 from holdfast.protocol.checkpoints import BadCopy, Source
 
 ON_STORAGE = NodeId(-1)
-"""The node id of a bad copy that is not in anybody's memory."""
+"""The node id of a bad copy that is on storage, and in no node's memory."""
 
 _NEAREST = NodeId(-2)
-"""Stands for whichever node holds it, among stand-ins."""
+"""Among the stand-ins, the key of the lowest part in memory, on whichever node it is."""
 
 NOTES_MAX = 8
-"""More sentences than this help nobody."""
+"""More sentences than this are no help."""
 
 
 class Inventory:
@@ -38,9 +38,9 @@ class Inventory:
         bad: Collection[BadCopy] = (),
     ) -> None:
         self._shapes: dict[Version, Shape] = {}
-        #: By version and part: who holds it. Nodes in the order of `held`.
+        #: By version and part: the nodes that hold it, in the order of `held`.
         self._copies: dict[Version, dict[str, dict[NodeId, Holding]]] = {}
-        #: What is on storage, with the lowest rank whose part is.
+        #: The versions on storage, each with the lowest rank whose part is there.
         self._stored: dict[Version, int] = {}
         self._bad = {(copy.version, copy.part, copy.node_id): copy.why for copy in bad}
         #: Parts that are lost but can be rebuilt, with what that takes; filled when asked for.
@@ -68,7 +68,7 @@ class Inventory:
         return self._shapes.get(version, Shape(0, False))
 
     def without_position(self, known: Collection[Version]) -> set[Version]:
-        """Versions that are in memory alone, and of whose data nobody knows how far they were."""
+        """Versions that are in memory alone and whose data positions are not known."""
         return self._shapes.keys() - known - self._stored.keys()
 
     def highest_lineage(self) -> int:
@@ -85,7 +85,7 @@ class Inventory:
         """The newest version that can be restored (of this step, if one is given); NONE if none.
 
         A version in which one rank's part must stand in for another's is passed over when memory
-        holds every part of one before: of the same lineage, or the `base` it began with. So a
+        holds every part of an older one: of the same lineage, or the `base` it began with. So a
         worker that dies while it copies, or a node that is lost while peers have its copies, costs
         a step or two, and no rank's data position or random state.
         """
@@ -109,8 +109,8 @@ class Inventory:
         return NONE
 
     def _with_every_part(self, versions: Sequence[Version], *, memory_only: bool) -> Version | None:
-        """The first that has every part, in memory or on storage; None if there is none in memory,
-        neither this nor a later one: storage alone may be far behind."""
+        """The first that has every part, in memory or on storage. None if neither it nor any that
+        follows it is whole in memory: storage alone may be far behind."""
         for position, version in enumerate(versions):
             parts = self.shape(version).parts()
             if not any(self._is_gone(version, part, memory_only=memory_only) for part in parts):
@@ -122,12 +122,12 @@ class Inventory:
 
     def has_whole(self, version: Version) -> bool:
         """Whether memory holds every part of this version or of another of its lineage: to bring
-        one with parts missing to storage would force everybody to restore that one."""
+        one with parts missing to storage would force every rank to restore that one."""
         lineage = [one for one in self._copies if one.lineage == version.lineage]
         return any(map(self._is_all_near, lineage))
 
     def lost(self, version: Version, *, memory_only: bool = False) -> Iterator[str]:
-        """The parts without which the version cannot be restored, and of which no copy is left.
+        """The parts that the version cannot be restored without and that have no copy left.
 
         If a part is shared, one rank's part stands in for another's (see `Shape`), but there must
         be one: without any, every rank would find its part nowhere.
@@ -155,7 +155,7 @@ class Inventory:
         return bool(self.holders(version, part)) or part in self._rebuildable(version)
 
     def holders(self, version: Version, part: str) -> Collection[NodeId]:
-        """Who has a good copy in memory."""
+        """The nodes that have a good copy in memory."""
         return self._copies.get(version, {}).get(part, {}).keys()
 
     def is_stored(self, version: Version) -> bool:
@@ -187,8 +187,8 @@ class Inventory:
         """Where this node gets each of the parts from: the nearest place of all.
 
         A rank part that is nowhere is replaced by another rank's when a part is shared. A part that
-        must be rebuilt has one source for each thing that this takes. What cannot be had is left
-        out.
+        must be rebuilt has one source for each piece that the rebuild needs. Parts that cannot be
+        had are left out.
         """
         found: list[Source] = []
         for asked in parts:
@@ -228,7 +228,7 @@ class Inventory:
             reachable = [other for other in nodes if crew.address(other)]
             if not reachable:
                 return None
-            # Many may want the same part: each begins with another holder.
+            # Many nodes may want the same part: each begins with a different holder.
             chosen, where = reachable[crew.place(node_id)[0] % len(reachable)], "peer"
         holding = nodes[chosen]
         return Source(
@@ -236,8 +236,8 @@ class Inventory:
         )
 
     def _substitutes(self, version: Version, node_id: NodeId) -> Iterator[str]:
-        """Rank parts that may stand in for a lost one: of this node, else the lowest in memory, and
-        the lowest on storage, should this node be unable to fetch from the one that holds that."""
+        """Rank parts that may stand in for a lost one: the one that this node holds, the lowest in
+        memory, and the lowest on storage, in case this node cannot reach the one in memory."""
         found = self._stand_ins.get(version)
         if found is None:
             found = self._stand_ins[version] = self._find_stand_ins(version)
@@ -266,7 +266,7 @@ class Inventory:
     # ---- in words -------------------------------------------------------------------------------
 
     def notes(self, chosen: Version, *, step: int = -1) -> tuple[str, ...]:
-        """What is newer than the chosen version and why it was not taken, what of it is lost."""
+        """Why versions newer than the chosen one were not taken, and what is lost of the chosen."""
         notes = [
             f"{where} cannot be used: {why}"
             for (version, part, node_id), why in sorted(self._bad.items())

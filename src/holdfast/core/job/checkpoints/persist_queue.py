@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step that shall go to storage and waits for its turn. Nothing here is durable."""
+"""The step that waits for its turn to go to storage. Nothing here is durable."""
 
 from holdfast.core.job import events as ev
 from holdfast.core.job.checkpoints.crew import Crew
@@ -21,7 +21,7 @@ class PersistQueue:
         self.version = NONE
         self._shape = Shape(0, False)
         self._asks: dict[NodeId, Waiting] = {}
-        #: Who writes each part of it.
+        #: The node that writes each part of it.
         self._writers: dict[str, NodeId] = {}
 
     def add(self, out: Outcome, request: ev.CheckpointRequested, body: c.PersistAsk) -> None:
@@ -37,7 +37,7 @@ class PersistQueue:
         self._assign(request.node_id, body.parts)
 
     def _assign(self, node_id: NodeId, parts: tuple[str, ...]) -> None:
-        """Of several that hold a part the first of the group writes it.
+        """Of several nodes that hold a part, the first of the group writes it.
 
         A rank part is held by one node and the shared one by all, so a new master divides a step
         as the old one did.
@@ -48,8 +48,8 @@ class PersistQueue:
                 self._writers[part] = node_id
 
     def whole(self) -> tuple[Shape, dict[str, NodeId]] | None:
-        """The parts of the step that waits, with who writes which, if every part is there."""
-        # Too few parts cannot be all: what the parts are is looked at only then.
+        """The parts of the step that waits, with the writer of each, if every part is there."""
+        # Cheap first: fewer parts than ranks cannot be all, and need not be compared by name.
         if not self._asks or len(self._writers) < self._shape.world_size:
             return None
         parts = list(self._shape.parts())
@@ -58,7 +58,7 @@ class PersistQueue:
         return self._shape, {part: self._writers[part] for part in parts}
 
     def take(self, version: Version) -> list[Waiting]:
-        """Those who wait with this version; they wait no longer."""
+        """Take out the asks that wait with this version."""
         if version != self.version:
             return []
         return self._take_all()
@@ -69,7 +69,7 @@ class PersistQueue:
                 out.commands.append(superseded(request, version))
 
     def refuse(self, out: Outcome, refusal: m.Refused) -> None:
-        """Nobody waits any more."""
+        """Refuse every ask that waits."""
         for request, _ in self._take_all():
             out.commands.append(Reply(request.link, request.call, refusal))
 
@@ -85,6 +85,6 @@ class PersistQueue:
 
 
 def superseded(request: ev.CheckpointRequested, version: Version) -> Reply:
-    """The answer to those who come with something older."""
+    """The answer to a node that asks with an older version."""
     why = f"superseded by step {version.step}"
     return Reply(request.link, request.call, m.Refused("rejected", why))

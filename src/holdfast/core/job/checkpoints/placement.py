@@ -30,7 +30,7 @@ class Ring:
     def replica_peers(
         self, node_id: NodeId, replicas: int, passed_over: Collection[NodeId] = ()
     ) -> list[Member]:
-        """Who keeps copies for this node: elsewhere first, and nobody who is passed over."""
+        """The nodes that keep copies for this one: nodes elsewhere first, none `passed_over`."""
         start = self._position.get(node_id)
         if start is None or replicas < 1:
             return []
@@ -52,8 +52,8 @@ class Ring:
     def parity_group(self, node_id: NodeId, size: int) -> list[Member]:
         """The parity group of this node, itself included, in order; empty if there can be none.
 
-        When the size does not divide the number of nodes, some groups are larger by the rest spread
-        over them, and none is smaller: no node is left without a group.
+        When the size does not divide the number of nodes, the remainder is spread over the groups:
+        some are larger, none is smaller, and no node is left without a group.
         """
         position, count = self._position.get(node_id), len(self.members)
         if position is None or size < 2 or count < 2:
@@ -69,5 +69,5 @@ class Ring:
 
 
 def _site(member: Member) -> str:
-    """What fails together; a node that says nothing stands alone."""
+    """The place whose nodes fail together; a node that names none stands alone."""
     return member.topology or f"#{member.node_id}"

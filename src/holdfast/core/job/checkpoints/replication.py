@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which version every node has copied to others, and what follows when a copy fails.
 
-Each node copies one version after the other. It tells when it is through with one, and is answered
-when that version is *safe*, which is when every node of the round is through with it. So all nodes
-wait for the same version, and for no other: whoever has copied a newer one has skipped it.
+Each node copies one version after the other. It reports each one that it has copied. The report is
+answered when that version is *safe*: every node of the round has copied it. So all nodes wait for
+the same version, and for no other: a node that has copied a newer one has skipped it.
 
-A node whose copy failed tells so at once. It gets another peer for the rest of the round, or the
-version is given up and nobody waits for it any longer; what was safe before stays so.
+A node whose copy failed says so at once. It gets another peer for the rest of the round, or the
+version is given up and no node waits for it any longer; what was safe before stays safe.
 """
 
 from holdfast.core.job import events as ev
@@ -19,7 +19,7 @@ from holdfast.protocol import checkpoints as c
 from holdfast.protocol import messages as m
 
 PASSED_OVER_MAX = 4
-"""So many peers may fail a node before it goes without: often none of them has room."""
+"""How many peers may fail a node before it goes without copies: often none of them has room."""
 
 
 class Replication:
@@ -29,13 +29,13 @@ class Replication:
         self._directory = directory
         self._crew = crew
         self.safe = NONE
-        #: The last that was safe in a round before; it may be what the next one restores.
+        #: The last version that was safe in an earlier round; the next one may restore it.
         self._was_safe = NONE
-        #: Whether the ranks have agreed on a version: copies of before that matter no more.
+        #: Whether the ranks have agreed on a version: copies from before that matter no more.
         self._is_restored = False
         #: Why the newest version has no copies; empty while all is well.
         self.problem = ""
-        #: What is being waited for, and who has copied it.
+        #: The version that is being waited for, and the requests of nodes that have copied it.
         self._version = NONE
         self._waiting: dict[NodeId, ev.CheckpointRequested] = {}
         #: This version and all before it are not waited for.
@@ -44,7 +44,7 @@ class Replication:
         self._passed_over: dict[NodeId, set[NodeId]] = {}
 
     def replicated(self, out: Outcome, request: ev.CheckpointRequested, body: c.Replicated) -> None:
-        """A node of the round has copied its parts; answered when that is of use, or of none."""
+        """A node has copied its parts; answered once the version is safe, or will not be."""
         version = body.version
         if version == self.safe:
             out.commands.append(_answer(request, m.Done()))
@@ -67,7 +67,7 @@ class Replication:
                 out.facts.append(ev.CopiesResumed(self._directory, version))
 
     def failed(self, out: Outcome, node_id: NodeId, body: c.CopyFailed) -> c.Peers:
-        """Who shall get the copies of this node from now on; nobody: it goes on without."""
+        """The peers that get this node's copies from now on; if empty, it goes on without."""
         if self._is_over(body.version) or body.version == self.safe:
             return c.Peers(())
         peers = self._other_peers(node_id, body)
@@ -86,7 +86,7 @@ class Replication:
         self._waiting.pop(node_id, None)
 
     def round_over(self, out: Outcome) -> None:
-        """Other nodes are there now: nothing of before counts."""
+        """Other nodes are there now: copies of the last round do not count."""
         self._answer_all(out, m.Refused("stale", "a new round has begun"))
         self._was_safe = self.newest_safe
         self.safe = self._version = self._given_up = NONE
@@ -94,19 +94,19 @@ class Replication:
         self._passed_over.clear()
 
     def restored(self, version: Version) -> None:
-        """All ranks go on from this version: a newer one of before is void."""
+        """All ranks go on from this version: a newer one from an earlier round is void."""
         self._is_restored = True
         if version < self._was_safe:
             self._was_safe = NONE
 
     @property
     def newest_safe(self) -> Version:
-        """For people: the newest that is safe, or that was so before an incident."""
+        """For people: the newest version that is safe, or that was safe before an incident."""
         return max(self.safe, self._was_safe)
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether that is so now, and not of before an incident or a restart of the master."""
+        """Whether `newest_safe` holds now, and not only before an incident or a restart."""
         if self.newest_safe == NONE:
             return self._is_restored or not self._crew.began_with_world
         return self.safe == self.newest_safe

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ledger knows of one directory, and what it does about it by itself.
+"""What the checkpoint ledger knows of one directory, and what it does for it by itself.
 
-Beside the restore agreement and the attempts there are questions that need everybody's holdings:
-where a part is, what a node that has to go should bring to storage, and who else has what a
-lost node left unwritten. They share one *survey* of all nodes that are there.
+Beside the restore agreement and the attempts there are questions that need the holdings of all
+nodes: where a part is, what a node that has to go should bring to storage, and which other nodes
+have what a lost node left unwritten. They share one *survey* of all nodes that are there.
 """
 
 from holdfast.core.job import events as ev
@@ -94,7 +94,7 @@ class SeriesState:
         self._locates = {key: held for key, held in self._locates.items() if key[0] != node_id}
 
     def round_over(self, out: Outcome) -> None:
-        """A new world has formed: what was under way in the old one is asked anew."""
+        """A new world has formed: its nodes ask again for what was under way in the old one."""
         self.attempts.round_over(out)
         if self.agreement is not None:
             for call in self.agreement.take_asks():
@@ -111,7 +111,7 @@ class SeriesState:
     # ---- going on -------------------------------------------------------------------------------
 
     def advance(self, out: Outcome, now: float) -> None:
-        """Whatever can be decided by now is."""
+        """Decide everything that can be decided by now."""
         if self.inventory is not None:
             self._answer_locates(out, self.inventory, guess=False)
         self._look_around(out, now)
@@ -137,7 +137,7 @@ class SeriesState:
             self._flush(out, inventory, now)
 
     def _answer_locates(self, out: Outcome, inventory: Inventory, *, guess: bool) -> None:
-        """Tell where parts are; `guess` when nobody has looked at the storage."""
+        """Tell where parts are; `guess`: parts that are in no memory are taken to be stored."""
         for (node_id, body), request in self._locates.items():
             sources = inventory.sources(body.version, body.parts, node_id, self._crew)
             if guess:
@@ -171,7 +171,7 @@ class SeriesState:
     def bring_to_storage(
         self, out: Outcome, version: Version, inventory: Inventory, reason: str, now: float
     ) -> None:
-        """Have a version that is in memory written, unless it or a newer one is or will be."""
+        """Have a version in memory written, unless it or a newer one is stored or being written."""
         under_way = self.attempts.newest_open()
         if version <= self._state.newest(self.directory) or inventory.is_stored(version):
             return

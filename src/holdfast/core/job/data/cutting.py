@@ -42,7 +42,7 @@ class Cutter:
         self.begin(0)
 
     def begin(self, epoch: int, cut: Sequence[int] = ()) -> None:
-        """Go on from here: with an epoch of which this much is cut."""
+        """Go on from here: in an epoch that has this much cut."""
         self.epoch = epoch
         partitions = len(self._counts) if self._dataset.kind == STREAM else 1
         self.cut = list(cut) or [0] * partitions
@@ -56,7 +56,7 @@ class Cutter:
 
     @property
     def total(self) -> int:
-        """How many shards an epoch has; -1 as long as nobody knows."""
+        """How many shards an epoch has; -1 while that is not known."""
         if self._dataset.kind == LISTED:
             return self.named if self.is_listed else -1
         return self._total
@@ -68,7 +68,7 @@ class Cutter:
 
     @property
     def size(self) -> int:
-        """How many records, bytes or offsets an epoch has; -1 as long as nobody knows."""
+        """How many records, bytes or offsets an epoch has; -1 while that is not known."""
         if self._dataset.kind == LISTED:
             return sum(size for _, size in self.listed) if self.is_listed else -1
         if -1 in self._counts:
@@ -77,7 +77,7 @@ class Cutter:
 
     @property
     def size_cut(self) -> int:
-        """About how many of them are cut: short shards count as whole ones before the end."""
+        """About how much of `size` is cut: short shards count as whole ones before the end."""
         if self._dataset.kind == LISTED:
             return sum(size for _, size in self.listed[: self.cut[0] - self.first_listed])
         cut = sum(self.cut) * self._dataset.shard_size
@@ -95,7 +95,7 @@ class Cutter:
         return len(cut) == len(self.cut) and all(number >= 0 for number in cut)
 
     def next(self, epoch: int, want: int) -> list[Piece]:
-        """The next shards of this epoch, or the first ones of the one after it. Cuts nothing."""
+        """The next shards of this epoch; the first ones if it is not begun yet. Cuts nothing."""
         if self._dataset.kind == STREAM:
             return [self._block(done, i) for done, i in self._next_turns(want)]
         if epoch > self.epoch:
@@ -160,7 +160,7 @@ class Cutter:
         return any(self._written(i, new) > self._written(i, known) for i, (known, new) in pairs)
 
     def _next_turns(self, want: int) -> list[tuple[int, int]]:
-        """Whose turn is next: at most one shard of each partition."""
+        """The partitions whose turn is next: at most one shard of each."""
         found: list[tuple[int, int]] = []
         while self._turns and len(found) < want:
             turn = heappop(self._turns)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One dataset: what is cut, who has which piece, and what has come back.
+"""One dataset: what is cut, which worker has which piece, and what has come back.
 
-Every sample of an epoch is in exactly one place: not cut yet, open (it came back and waits for
-somebody), in a lease, consumed, or set aside. Only records change this (see shard_state.py).
+Every sample of an epoch is in exactly one place: not cut yet, open (it came back and waits for a
+worker), in a lease, consumed, or set aside. Only records change this (see shard_state.py).
 
 A lease is *live* until it is consumed to its end or its rest has gone back. Without a checkpoint
 that the dataset follows it is then forgotten. With one it is kept until a saved version is known to
@@ -23,7 +23,7 @@ from holdfast.protocol.data import Consumed
 
 @dataclass(slots=True)
 class LeaseState:
-    """A piece in somebody's hands. Its end moves down when the rest goes back."""
+    """A piece in a worker's hands. Its end moves down when the rest goes back."""
 
     number: int
     piece: Piece
@@ -51,20 +51,20 @@ class DatasetState:
         self.cutter = Cutter(dataset)
         #: Rises whenever the position jumps.
         self.term = 0
-        #: The round whose models have read what is consumed; -1 as long as nobody has read.
+        #: The round whose models have read what is consumed; -1 while no worker has read.
         self.round = -1
         #: Pieces that came back, the lowest last.
         self.open: list[Piece] = []
         #: How often pieces in `open` have failed.
         self.failures: dict[Piece, int] = {}
-        #: Pieces that failed too often, and why; it is not known of those from a checkpoint.
+        #: Pieces that failed too often, and why; empty for those from a checkpoint.
         self.aside: dict[Piece, str] = {}
         self.leases: dict[int, LeaseState] = {}
         self.next_lease = 1
         #: The live leases of each node; all are of one epoch.
         self.live: dict[int, dict[int, LeaseState]] = {}
         self.live_epoch = 0
-        #: Why nobody can read from it as it is; empty if anybody can.
+        #: Why no worker can read from it as it is; empty if workers can.
         self.problem = ""
         #: Samples reported as consumed, for people.
         self.reported = 0
@@ -90,7 +90,7 @@ class DatasetState:
 
     @property
     def epoch(self) -> int:
-        """The lowest epoch of which something is left, or the last one that was cut."""
+        """The lowest epoch that has something left, or the last one that was cut."""
         if self.live:
             return self.live_epoch
         return self.open[-1].epoch if self.open else self.cutter.epoch
@@ -114,7 +114,7 @@ class DatasetState:
         return self.is_drained and self.cutter.total == 0  # Each further epoch is as empty.
 
     def available(self, epoch: int, want: int) -> tuple[list[Piece], int]:
-        """Pieces of an epoch for somebody who wants some, and how many of them had come back.
+        """Pieces of an epoch for a worker that wants some, and how many of them had come back.
 
         An epoch begins when nothing is left of the one before it.
         """
@@ -134,9 +134,9 @@ class DatasetState:
         return tuple(self.live.get(node_id, ()))
 
     def too_early(self, scope: int) -> str:
-        """Why a round cannot read yet: what its models have seen is known when they are restored.
+        """Why a round cannot read yet; empty if it can.
 
-        Empty if it can.
+        What its models have seen is known only when they are restored.
         """
         series = self.dataset.series
         if not series or self.round in (-1, scope):
@@ -197,7 +197,7 @@ class DatasetState:
             self.open.remove(piece)
 
     def report(self, said: Consumed) -> None:
-        """What a worker says of its lease. A lease that is over does not listen any more."""
+        """Take a worker's report on its lease. A report on a lease that is over changes nothing."""
         lease = self.leases.get(said.lease)
         if lease is None or not lease.is_live:
             return
@@ -220,7 +220,7 @@ class DatasetState:
         """The rest is open again, or set aside when it has failed too often."""
         piece = lease.piece
         rest = Piece(piece.epoch, piece.extent, lease.reported, piece.end)
-        # Where something was read, what failed before is not what fails now.
+        # If some of the piece was read, the earlier failures were not of the samples that are left.
         failures = bool(problem) + (0 if lease.is_begun else lease.failures)
         lease.piece = Piece(piece.epoch, piece.extent, piece.begin, lease.reported)
         self._end(lease)
@@ -255,14 +255,14 @@ class DatasetState:
             del self.leases[lease.number]
 
     def give_back(self, numbers: list[int]) -> None:
-        """These leases have lost their owner. That is nobody's failure."""
+        """These leases have lost their owner. That does not count as a failure."""
         for number in numbers:
             lease = self.leases.get(number)
             if lease is not None and lease.is_live:
                 self._give_back(lease)
 
     def abandoned(self, *, before: int, node_id: int) -> list[int]:
-        """Live leases of older rounds, or of a node, that nobody is going to restore."""
+        """Live leases of older rounds, or of a node. None where a restore decides over leases."""
         if self.dataset.series:
             return []
         found = (lease for live in self.live.values() for lease in live.values())

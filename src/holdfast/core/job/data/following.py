@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets that follow the checkpoints of a directory: marked with every save, set back with it.
 
-What becomes of their leases is decided by the restore alone, not by lost nodes and new rounds: a
-version that a lost node has saved may be restored, and its marks may come late.
+Only the restore decides what becomes of their leases, not lost nodes and new rounds: a version that
+a lost node has saved may be restored, and its marks may come late.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from holdfast.protocol import messages as m
 
 
 class Following:
-    """What the ranks say of versions that are not marked by all of them yet. Not durable."""
+    """What ranks say of versions that not all ranks have marked yet. Not durable."""
 
     def __init__(self, state: ShardState) -> None:
         self._state = state
         self._marks: dict[str, Marks] = {}
 
     def marked(self, out: Outcome, call: ev.DataMarks) -> Sequence[DatasetState]:
-        """A node says how far its ranks were; which datasets have changed by it."""
+        """A node says how far its ranks were; returns the datasets that this changed."""
         body, newest = call.body, self._state.marked(call.body.directory)
         if body.version == newest:
             _reply(out, [call], m.Done())
@@ -51,7 +51,7 @@ class Following:
         return followers
 
     def restored(self, out: Outcome, event: ev.RestoreAgreed) -> Sequence[DatasetState]:
-        """The model went to another version; which datasets went with it."""
+        """The model went to another version; returns the datasets that went with it."""
         directory, state = event.directory, self._state
         if event.fresh:
             # The ranks begin to save, or to save a step again, with the model that they have.
@@ -74,7 +74,7 @@ class Following:
 def _uptos(
     followers: Sequence[DatasetState], said: list[d.Mark]
 ) -> tuple[tuple[str, int, int], ...]:
-    """What still means something: marks of leases that the last restore did not void."""
+    """The marks that still count: those of leases that the last restore did not void."""
     terms = {dataset.dataset.name: dataset.term for dataset in followers}
     return tuple(
         (mark.name, consumed.lease, consumed.upto)

@@ -47,7 +47,7 @@ class Marks:
         return marks, complete, overtaken
 
     def take_all(self) -> list[ev.DataMarks]:
-        """Forget everything; the calls that waited."""
+        """Forget everything; returns the calls that waited."""
         calls = [call for state in self._versions.values() for call in state.calls.values()]
         self._versions = {}
         return calls

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a dataset is: said to others, adopted from a checkpoint, kept in a snapshot."""
+"""The position of a dataset: told to others, adopted from a checkpoint, kept in a snapshot."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,8 @@ NAMES_MAX = 10_000
 
 
 def position(state: DatasetState) -> Position:
-    """What is consumed: with respect to the newest marked version, if there are versions."""
+    """What is consumed: in the newest marked version if the dataset follows checkpoints, or else as
+    the workers reported it."""
     rests = [
         Piece(
             lease.piece.epoch,
@@ -26,7 +27,7 @@ def position(state: DatasetState) -> Position:
     ]
     pieces, first_listed = sorted([*state.open, *rests]), state.cutter.first_listed
     if state.dataset.kind == LISTED and state.dataset.epochs == 1:
-        # Names of shards that nobody needs again are not carried along.
+        # Names of shards that are not needed again are not carried along.
         first_listed = min([*state.cutter.cut, *(piece.extent for piece in pieces[:1])])
     return _position(state, pieces, first_listed)
 
@@ -47,9 +48,9 @@ def _position(state: DatasetState, pieces: list[Piece], first_listed: int) -> Po
 
 
 def summary(state: DatasetState) -> Position:
-    """For whoever opens the dataset: where it goes on, and how many listed shards are named.
+    """For a worker that opens the dataset: where it goes on, and how many listed shards are named.
 
-    What is open is not in it: thousands of workers open a dataset, each would get all of it.
+    Open pieces are not in it: thousands of workers open a dataset, and each would get all of them.
     """
     cutter = state.cutter
     is_next = state.first_left > cutter.epoch
@@ -64,9 +65,9 @@ def summary(state: DatasetState) -> Position:
 
 
 def adopt(state: DatasetState, wanted: Position | None, round_number: int) -> None:
-    """Be where the dataset was at that position; None: at its very beginning.
+    """Set the dataset to that position; None: to its very beginning.
 
-    The models of this round are there too.
+    The models of round `round_number` are there too.
     """
     state.term += 1
     state.round = round_number

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a dataset must be like to be registered, and whether two descriptions are of the same one.
 
-Whoever registers first decides; everybody else has to mean the same. A mistake is told in one
-sentence at that moment, never found out in the middle of an epoch.
+The worker that registers first decides; every other worker has to mean the same dataset. A mistake
+is told in one sentence at that moment, never found out in the middle of an epoch.
 """
 
 import zlib
@@ -30,13 +30,13 @@ from holdfast.protocol.data import ShardsAdd, ShardsGrown
 
 NAME_MAX = 200
 EXTENTS_MAX = 10_000
-"""Every worker sends them when it opens the dataset; more files than this are listed shards."""
+"""Every worker sends them when it opens the dataset; with more files, listed shards are used."""
 
 LISTED_MAX = 1_000_000
 """The master keeps their names for the life of the job."""
 
 NUMBER_MAX = 1 << 62
-"""Sizes and offsets stay within the signed 64 bits of those who read them."""
+"""Sizes and offsets stay within the signed 64 bits that readers use."""
 
 _SHUFFLES = {
     RANGE: (IN_ORDER, BY_SHARD, BY_SAMPLE),
@@ -134,7 +134,7 @@ def _extent(extent: Extent) -> str:
 def addition(
     dataset: Dataset, cutter: Cutter, body: ShardsAdd | ShardsGrown
 ) -> tuple[Record | None, str]:
-    """What comes to a dataset by this, if anything, or why it cannot be, in one sentence."""
+    """What this adds to a dataset, if anything, or why it cannot, in one sentence."""
     if isinstance(body, ShardsGrown):
         problem = _wrong_ends(dataset, body)
         is_news = not problem and cutter.has_more_with(body.ends)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The durable part of the ledger of shards, and how records change it."""
+"""The durable part of the data ledger, and how records change it."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -28,14 +28,14 @@ class AnswerState(Struct, frozen=True):
 
 
 class ShardState:
-    """All datasets of the job, and what was answered to whom."""
+    """All datasets of the job, and the last answer to each session."""
 
     def __init__(self) -> None:
         self.datasets: dict[str, DatasetState] = {}
         #: The datasets that go with the checkpoints of a directory, in the order of registration.
         self.followers: dict[str, list[DatasetState]] = {}
         self.answers: dict[str, AnswerState] = {}
-        #: The newest version of each directory of which the marks are folded into the leases.
+        #: The newest version of each directory whose marks are folded into the leases.
         self._marked: dict[str, Version] = {}
         #: What was restored last: for datasets that are registered only after it.
         self.restored: dict[str, rec.PositionsAdopted] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dataset as people see it: how far it is, how fast it goes, who has what."""
+"""A dataset as people see it: how far it is, how fast it goes, which node has what."""
 
 from itertools import islice
 
@@ -39,7 +39,7 @@ class Rate:
 
 def describe(dataset: DatasetState, rate: Rate | None, now: float) -> dict[str, object]:
     """For /api/v1 and `holdfast data`. Samples are counted in the dataset's own units: records,
-    bytes of lines, offsets; -1 where nobody can know."""
+    bytes of lines, offsets; -1 where it cannot be known."""
     what, epoch = dataset.dataset, dataset.epoch
     leases = [lease for live in dataset.live.values() for lease in live.values()]
     pieces = [piece for piece in dataset.open if piece.epoch == epoch]

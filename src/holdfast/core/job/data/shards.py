@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of shards: who reads which samples, so that each counts once.
+"""The data ledger: which worker reads which samples, so that each counts once.
 
 Workers take leases on pieces, report how far they have come, and wait here while work may still
 come back to them. What a lost node or an old round had not consumed is dealt again.
@@ -31,7 +31,7 @@ from holdfast.protocol import data as d
 from holdfast.protocol import messages as m
 
 WANT_MAX = 64
-"""Pieces given for one request at most: who takes more leaves nothing for the others."""
+"""Pieces given for one request at most: a worker with more would leave none for the others."""
 
 Handled = (
     ev.DataRequested
@@ -70,7 +70,7 @@ class Shards:
         self._takers, self._roll_call = Takers(), RollCall()
         self._following = Following(self._state)
         self._rates: dict[str, Rate] = {}
-        #: Lost nodes: what they may still ask comes too late.
+        #: Lost nodes: their late requests are refused.
         self._lost: set[int] = set()
         #: The last request of each session that was answered with nothing.
         self._seen: dict[str, int] = {}
@@ -214,7 +214,7 @@ class Shards:
     def _grant(
         self, out: Outcome, dataset: DatasetState, event: ev.DataRequested, body: d.ShardsTake
     ) -> bool:
-        """Give pieces to whoever asks; False if there are none now."""
+        """Give pieces to the worker that asks; False if there are none now."""
         pieces, from_open = dataset.available(body.epoch, min(body.want, WANT_MAX))
         if not pieces:
             return False
@@ -228,7 +228,7 @@ class Shards:
         return True
 
     def _serve(self, out: Outcome, dataset: DatasetState) -> None:
-        """Something came back or is over: those who wait get it, in the order of their coming."""
+        """Something came back or is over: answer the requests that wait, the oldest first."""
         name = dataset.dataset.name
         for epoch in self._takers.epochs(name):
             while (taker := self._takers.first(name, epoch)) is not None:
@@ -239,7 +239,7 @@ class Shards:
                 self._takers.take_first(name, epoch)
 
     def _nothing(self, event: ev.DataRequested) -> d.ShardsTaken:
-        """An answer without leases: the epoch is over, or not yet; others may wait for some."""
+        """An answer without leases: says if the epoch is over, and which leases others wait for."""
         body = event.body
         assert isinstance(body, d.ShardsTake)
         if event.session:

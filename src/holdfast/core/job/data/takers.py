@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that wait for a piece: of which epoch, and until when. Nothing here is durable."""
+"""Workers that wait for a piece of an epoch, and until when. Nothing here is durable."""
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -28,7 +28,7 @@ class Takers:
         self._by_session: dict[str, int] = {}
         self._by_node: dict[int, dict[int, None]] = {}
         self._timeouts: list[tuple[float, int]] = []
-        #: Of which epoch of a dataset an idle worker wanted a piece, in vain, and could not wait.
+        #: By dataset: the epoch that an idle worker asked for a piece of in vain, without waiting.
         self._in_vain: dict[str, int] = {}
 
     def validate(self) -> None:
@@ -58,19 +58,19 @@ class Takers:
         return True
 
     def served(self, name: str) -> None:
-        """Somebody got a piece: who asked in vain may get the next."""
+        """A worker got a piece: one that asked in vain may get the next."""
         self._in_vain.pop(name, None)
 
     def have_nothing(self, name: str, epoch: int) -> bool:
-        """Whether somebody waits for a piece of this epoch, or asked for one in vain."""
+        """Whether a worker waits for a piece of this epoch, or asked for one in vain."""
         return self._in_vain.get(name) == epoch or self.first(name, epoch) is not None
 
     def epochs(self, name: str) -> list[int]:
-        """Of which epochs somebody wants a piece, the lowest first."""
+        """The epochs that workers want a piece of, the lowest first."""
         return sorted(self._queues.get(name, ()))
 
     def first(self, name: str, epoch: int) -> Taker | None:
-        """Who has waited longest."""
+        """The request that has waited longest."""
         queue = self._queues.get(name, {}).get(epoch)
         return None if not queue else self._held[next(iter(queue))]
 
