@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which agents are let in: those that mean the same job, and whose place nobody else has."""
+"""Which agents are let in: those that mean the same job, and whose place no other agent has."""
 
 from msgspec.structs import replace
 
@@ -11,7 +11,7 @@ from holdfast.model.node import ExitReason
 from holdfast.protocol import messages as m
 
 BEHIND = "the journal of the master is behind"
-"""How the reason begins for which a job ends whose master has forgotten something."""
+"""How the reason begins when a job ends because its master has forgotten something."""
 
 NPROC_MAX = 2**20
 """More is a mistake; and the sum over all nodes must fit into the 64 bits of a frame."""
@@ -30,7 +30,7 @@ def rules_of(spec: JobSpec) -> m.JobRules:
 
 
 def sized(rules: m.JobRules, size: int) -> m.JobRules:
-    """The rules of a job of another size. More nodes than there are cannot be needed."""
+    """The rules of a job of another size. It cannot need more nodes than it has."""
     return replace(rules, min_nodes=min(rules.min_nodes, size), max_nodes=size)
 
 

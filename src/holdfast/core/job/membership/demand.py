@@ -2,8 +2,8 @@
 """What all nodes of a job together ask for, how much of its limits that leaves, and whether a plan
 can be done.
 
-Of every rank that shall have a node one counts: the newest, with what the rank is launched with
-from now on. A node that is about to go does not count, and no rank that was given up.
+Of every wanted rank one node counts: the newest, with what the rank is launched with from now on. A
+node that is about to go does not count, and neither does a rank that was given up.
 """
 
 from collections.abc import Callable, Collection
@@ -19,12 +19,12 @@ STAYS = Move(node_id=NOBODY)
 
 
 Judge = Callable[[Plan], str | Resources]
-"""Why a plan cannot be done, or how much more the nodes ask for by it. Of a plan for another's
-nodes: nothing more."""
+"""Why a plan cannot be done, or how much more the nodes ask for by it. For a plan for the nodes of
+another judge: nothing more."""
 
 
 class Demand:
-    """The sum over those who ask, against the limits of the job.
+    """The sum over all askers, against the limits of the job.
 
     The limits are volatile: each master begins with those of the job's description.
     """
@@ -35,12 +35,12 @@ class Demand:
         self._judges: list[Judge] = []
 
     def count(self, asker: Callable[[], Resources], judge: Judge) -> None:
-        """Count what this one asks for, too, and hear it about plans."""
+        """Count what this asker asks for, too, and ask `judge` about plans."""
         self._askers.append(asker)
         self._judges.append(judge)
 
     def follow(self, plan: Plan) -> None:
-        """Go by the limits that a plan brings, if it does."""
+        """Go by the limits that a plan brings, if it brings any."""
         if plan.limits is not None:
             self.limits = plan.limits
 

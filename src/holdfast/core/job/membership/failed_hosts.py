@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines on which nodes of the job failed, and which of them are to be avoided.
 
-One failure of the hardware is enough. A node that was lost without anybody knowing why makes its
-machine suspicious: the second one within a day decides. What the program did, or somebody who
-ended the node, says nothing about the machine.
+One failure of the hardware is enough. A node that was lost for an unknown reason makes its machine
+suspicious: the second such loss within a day decides. A failure of the program says nothing about
+the machine, nor does a node that was ended from outside.
 """
 
 from collections.abc import Collection, Iterable
@@ -33,11 +33,11 @@ class FailedHosts:
         self._blamed: list[rec.HostBlamed] = []
 
     def avoided(self, known: Collection[str], now: float) -> tuple[str, ...]:
-        """Where no node is put: never all of the known machines, nor more than a few."""
+        """Machines on which no node is put: never all of the known ones, nor more than a few."""
         weights: dict[str, int] = {}
         for blame in self._blamed:
             if blame.at_s > now - REMEMBERED_S:
-                # Whoever was blamed last is the last in the order.
+                # The host that was blamed last becomes the last in the order.
                 weights[blame.host] = weights.pop(blame.host, 0) + blame.weight
         hosts = [host for host, weight in weights.items() if weight >= _ENOUGH][-AVOIDED_MAX:]
         while hosts and all(host in hosts for host in known):

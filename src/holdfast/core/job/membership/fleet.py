@@ -54,7 +54,7 @@ class Fleet:
                 self.orders.order(outcome, rank, "the job starts", now)
 
     def resume(self, outcome: Outcome, now: float) -> None:
-        """What an earlier master had decided and nobody may have heard of."""
+        """Repeat what an earlier master had decided and may not have told the nodes or platform."""
         self.orders.give_again(outcome, now)
         if self._table.wanted.suspended:
             outcome.facts.append(ev.JobSuspended())
@@ -74,7 +74,7 @@ class Fleet:
     # ---- plans ----------------------------------------------------------------------------------
 
     def ask(self, outcome: Outcome, plan: Plan, now: float) -> None:
-        """Carry a plan out once, and answer however often it is told."""
+        """Carry a plan out once, and answer it each time that it comes."""
         table = self._table
         self._demand.follow(plan)
         settled = table.wanted.plans.get(plan.plan_id)
@@ -96,7 +96,7 @@ class Fleet:
         return change if isinstance(change, str) else change.asks_more
 
     def carry_out(self, outcome: Outcome, plan: Plan, now: float) -> str:
-        """Do what can be done, and have others do their parts: what was done, in words."""
+        """Do this part of a plan, and have the other roles do theirs; returns what was done."""
         change = self._change(plan)
         assert isinstance(change, scaling.Change), f"{plan} was agreed to, but {change}"
         self._change_to(outcome, plan, change, now)
@@ -132,7 +132,7 @@ class Fleet:
         if was_suspended:
             outcome.facts.append(ev.JobResumed())
         dropped = set(change.drop)
-        # Two of a rank if one was about to take the other's place.
+        # A rank has two nodes if one was about to replace the other.
         leaving = [node for node in table.nodes.values() if node.node_rank in dropped]
         leaving.sort(key=lambda node: node.node_rank)
         going = [node.node_id for node in leaving]

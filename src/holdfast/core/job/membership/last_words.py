@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes that were given up while their platform may still tell why they ended.
 
-A part of `fleet`. A container that dies breaks its stream first; what killed it the platform says a
-second later. The world goes on without the node at once. Its successor waits for the reason,
+A part of `fleet`. A container that dies breaks its stream first; the platform says a second later
+what killed it. The world goes on without the node at once. Its successor waits for the reason,
 because that decides over memory, budgets and hosts. Nothing here is durable: a restarted master
-orders the successor without it.
+waits again, for every wanted rank without a node.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Loss:
 
 
 class LastWords:
-    """Whose end is to be explained, and until when. All wait equally long: the first is due."""
+    """Losses that wait for a reason, and until when. All wait equally long: the first is due."""
 
     def __init__(self) -> None:
         self._waiting: dict[NodeId, tuple[float, Loss]] = {}
@@ -39,16 +39,16 @@ class LastWords:
         self._waiting[loss.node.node_id] = (now + WORD_S, loss)
 
     def take(self, node_id: NodeId) -> Loss | None:
-        """Wait no longer; None if nobody waits for the reason of this one."""
+        """Stop waiting for the reason of this node's end; None if it was not waited for."""
         _, loss = self._waiting.pop(node_id, (0.0, None))
         return loss
 
     def due(self, now: float) -> list[NodeId]:
-        """Those of which nobody has said anything in time."""
+        """The nodes whose reason has not come in time."""
         return [node_id for node_id, (until, _) in self._waiting.items() if until <= now]
 
     def clear(self) -> list[NodeId]:
-        """Wait for nobody any more."""
+        """Stop waiting; returns the nodes whose reasons were waited for."""
         waited = list(self._waiting)
         self._waiting.clear()
         return waited

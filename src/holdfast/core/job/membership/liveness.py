@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who still answers: beats, broken streams and leases.
+"""Which nodes still answer: beats, broken streams and leases.
 
 A broken stream is noticed at once and forgiven for `reconnect_s`; silence on an open one is
 forgiven for `silence_s`. A node given up this way may still be computing out there, so its lease
 runs on: only when it has expired is the node certain to have stopped by itself.
 
-When nobody at all is heard any more, the likely cause is the master's own network, and the nodes
-train on. Then nobody is given up before its lease is over, unless the platform says that it is
-gone. Once the first is heard again, the others have the time of a silence to come back, too.
+When no node at all is heard any more, the likely cause is the master's own network, and the nodes
+train on. Then no node is given up before its lease is over, unless the platform says that it is
+gone. Once the first is heard again, the others have `silence_s` to come back, too.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ class Liveness:
         self._why: dict[NodeId, str] = {}
         self._heard_at: dict[NodeId, float] = {}
         self._leases: dict[NodeId, float] = {}
-        #: (time, node): may be older than the node's real deadline, never younger.
+        #: (time, node): the time may be before the node's real deadline, never after it.
         self._heap: list[tuple[float, NodeId]] = []
         #: The one heap entry of each node that counts; others are skipped when they surface.
         self._queued_at: dict[NodeId, float] = {}
@@ -50,9 +50,10 @@ class Liveness:
         self._last_heard_at = 0.0
         #: Watched nodes without a stream that had one.
         self._broken: set[NodeId] = set()
-        #: Nodes that would have been given up, if anybody else had been heard.
+        #: Nodes that would have been given up, if any other node had been heard.
         self._waits_for: set[NodeId] = set()
-        #: Nodes not heard yet since nobody was: each has until its deadline, stream or none.
+        #: Nodes not heard again since no node was: each has until its deadline, with a stream or
+        #: without.
         self._missed: set[NodeId] = set()
 
     def handle(self, event: Handled, now: float) -> Outcome:
@@ -94,14 +95,14 @@ class Liveness:
             self._watch(node_id, now, self._spec.reconnect_s, "its stream broke")
 
     def _is_deaf(self, now: float) -> bool:
-        """Whether nobody is heard: every stream broke, or no beat came when many were due."""
+        """Whether no node is heard: every stream broke, or no beat came when many were due."""
         patience_s = max(self._spec.silence_s / 2, 1.5 * self._spec.beat_s)
         if now - self._last_heard_at > patience_s:
             return True
         return len(self._broken) == len(self._expires_at)
 
     def _hear(self, node_id: NodeId, now: float) -> Outcome:
-        """A node is heard. If nobody was before, the others may be on their way back, too."""
+        """A node is heard. If none was before, the others may be on their way back, too."""
         outcome = NOTHING
         if self._expires_at and self._is_deaf(now):
             if self._waits_for:
@@ -165,7 +166,8 @@ class Liveness:
     def _wait_for(self, outcome: Outcome, node_id: NodeId, now: float) -> bool:
         """Whether this silence may be the master's own, so that the node has its whole lease.
 
-        All have until the last lease is over: they are lost in one step, and that is one incident.
+        All nodes have until the last lease is over: then they are lost in one step, which is one
+        incident.
         """
         at = self._last_heard_at + self._spec.lease_s
         if at <= now or not self._is_deaf(now):

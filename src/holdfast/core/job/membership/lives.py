@@ -4,7 +4,7 @@
 Every answer of a master says how far its journal was. An agent keeps the last such number, with the
 name of the master who said it, and brings both when it attaches. If the journal has less of that
 master's life, then a disk has lost what it said it had synced: rounds, samples and numbers that are
-in use would be given a second time, and nobody else would ever notice.
+in use would be given a second time, and nothing else would ever notice.
 
 A number alone is not enough: the journal may have grown past it since, with another history.
 """
@@ -22,7 +22,7 @@ class Lives:
     def __init__(self) -> None:
         #: How each of them began. The first one gives the journal its name.
         self._began: dict[str, rec.LifeBegan] = {}
-        #: Where those who are over ended, in this journal.
+        #: Where the lives of earlier masters ended, in this journal.
         self._ended: dict[str, int] = {}
         self.present = ""
 

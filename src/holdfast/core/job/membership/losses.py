@@ -25,7 +25,7 @@ from holdfast.model.order import WORKER
 
 
 class Losses:
-    """Who is launched again. Everything durable is in the node table."""
+    """Which ranks are launched again. Everything durable is in the node table."""
 
     def __init__(self, spec: JobSpec, table: NodeTable, demand: Demand, orders: Orders) -> None:
         self._spec = spec
@@ -33,25 +33,25 @@ class Losses:
         self._demand = demand
         self._orders = orders
         self._words = LastWords()
-        #: Until then nobody is given up for having been waited for too long.
+        #: After a restart of the master: no wait for a node times out before this time.
         self._looks_until = 0.0
 
     def resume(self, now: float) -> None:
-        """A new master: whom the last one waited for, this one waits for, too."""
+        """A new master waits for the reasons that the last one waited for."""
         self._looks_until = now + pending.LOOK_S
         if self._spec.size_from_platform and not self._table.wanted.suspended:
             for node in self._table.vacant():
                 self._words.wait(Loss(node, ExitReason.LOST), now)
 
     def finish(self, outcome: Outcome) -> None:
-        """The job is over: nobody is waited for any more."""
+        """The job is over: no node's reason is waited for any more."""
         for node_id in self._words.clear():
             outcome.commands.append(RemoveNode(node_id))
 
     # ---- nodes that are lost --------------------------------------------------------------------
 
     def lost(self, outcome: Outcome, loss: Loss, now: float, *, proven: bool) -> None:
-        """A node has ended: whatever follows for its rank, unless it is better to wait for why."""
+        """A node has ended: decide what follows for its rank, or wait for the reason first."""
         if not proven and self._spec.size_from_platform and not loss.was_leaving:
             self._words.wait(loss, now)
             return
@@ -62,7 +62,7 @@ class Losses:
     def explained(
         self, outcome: Outcome, node_id: NodeId, reason: ExitReason | None, now: float
     ) -> None:
-        """The platform says why a node ended; None: it lives, or nobody says anything."""
+        """The platform says why a node ended; None: it lives, or no reason has come."""
         loss = self._words.take(node_id)
         if loss is None:
             return
@@ -76,7 +76,7 @@ class Losses:
         if not (loss.was_leaving or loss.ended_well):
             self._blame(outcome, loss.node, reason, now)
         if rank in table.live_by_rank:
-            return  # Two were to change places, and the other is there.
+            return  # One node was to replace another, and the other is there.
         if loss.was_leaving or table.wanted.suspended:
             if rank in table.wanted.ranks and not table.wanted.suspended:
                 why = f"the node before it on rank {rank} has left"
@@ -117,7 +117,7 @@ class Losses:
         )
 
     def _give_up(self, outcome: Outcome, rank: NodeRank, why: str, *, critical: str = "") -> None:
-        """Go on without a rank, or end; `critical` is what the end says of one that is critical."""
+        """Go on without a rank, or end; `critical` is the reason for the end if it is critical."""
         self._table.commit(outcome, rec.RankWanted(rank, is_wanted=False))
         outcome.facts.append(ev.RankGivenUp(WORKER, rank, why))
         left, least = self._table.staying, pending.least_nodes(self._table, self._spec)
@@ -154,7 +154,7 @@ class Losses:
             self._stays_mute(outcome, mute[1], now)
 
     def _stays_down(self, outcome: Outcome, node: NodeState, now: float) -> None:
-        """A rank has had no agent for too long, whoever was launched for it."""
+        """A rank has had no agent for too long, whichever nodes were launched for it."""
         rank, why = node.node_rank, pending.why_given_up(self._table, self._spec, node)
         self._end(outcome, node, ExitReason.KILLED, why, now)
         if rank not in self._table.live_by_rank:  # Else it was to move, and stays where it is.

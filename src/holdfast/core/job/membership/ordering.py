@@ -91,9 +91,9 @@ class Orders:
         memory_mib: int = 0,
         down_since_s: float | None = None,
     ) -> None:
-        """Order the next node of a rank, with at least so much memory.
+        """Order the next node of a rank, with at least this much memory.
 
-        `down_since_s` is given where the rank is launched again, and goes on with its clock.
+        `down_since_s` is given where the rank is launched again: its clock goes on from there.
         """
         since_s = now if down_since_s is None else down_since_s
         planned = next_node(self._table, self._spec, rank, memory_mib, since_s)
@@ -116,7 +116,7 @@ class Orders:
         self.launch_due(outcome, now)
 
     def fill(self, outcome: Outcome, reason: str, now: float, *, is_relaunch: bool = False) -> None:
-        """Order what is wanted and has no node."""
+        """Order a node for every wanted rank that has none."""
         table = self._table
         for rank in sorted(table.wanted.ranks - table.live_by_rank.keys()):
             before = table.nodes.get(table.ended_by_rank.get(rank, NOBODY))
@@ -124,13 +124,13 @@ class Orders:
             self.order(outcome, rank, reason, now, down_since_s=since_s)
 
     def give_again(self, outcome: Outcome, now: float) -> None:
-        """What an earlier master had ordered, and nobody has seen."""
+        """Launch again the nodes that an earlier master had ordered and that were not seen yet."""
         for node in self._table.nodes.values():
             if node.phase is Phase.INITIAL:
                 outcome.commands.append(self._launch(node, now))
 
     def launch_due(self, outcome: Outcome, now: float) -> None:
-        """Launch those whose time has come."""
+        """Launch the nodes whose time has come."""
         for node_id in self._launches.take_due(now):
             node = self._table.nodes.get(node_id)
             if node is not None and node.phase is Phase.INITIAL:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes that are waited for: for how long, and what follows.
 
-- Those that their platform has no place for: when the job ends for want of them, and when a group
+- Nodes that their platform has no place for: when the job ends for want of them, and when a group
   of nodes is launched again elsewhere because one of them found no place beside the others.
 - Ranks without an agent: after the restart time-out they are given up. Their time counts from the
-  first order, or from when the last agent was lost; a relaunch does not begin it anew.
+  first order, or from when the last agent was lost; a relaunch does not restart it.
 - Nodes that run and start no agent: after the attach time-out each counts as failed. Otherwise a
-  job whose command starts none would wait for ever, as nothing else counts before the first one.
+  job whose command starts none would wait for ever: the join time-out counts from the first agent.
 
 All time is job time: it goes on across restarts of the master.
 """
@@ -18,12 +18,12 @@ from holdfast.model.job import JobSpec
 from holdfast.model.node import Phase
 
 LOOK_S = 30.0
-"""So long a restarted master gives nobody up: what it knows of the waiting is as old as the end of
-the last one, and platform and agents tell their news within seconds."""
+"""For this long a restarted master gives no rank up: what it knows of the waiting is as old as the
+end of the last master, and the platform and the agents report within seconds."""
 
 
 def least_nodes(table: NodeTable, spec: JobSpec) -> int:
-    """Without so many nodes the job cannot go on."""
+    """The number of nodes without which the job cannot go on."""
     return spec.min_nodes if table.rules is None else table.rules.min_nodes
 
 
@@ -31,7 +31,7 @@ def stops_at(table: NodeTable, spec: JobSpec) -> float | None:
     """When the job ends for want of nodes, if nothing changes; None if it does not."""
     if not spec.pending_timeout_s or spec.pending_strategy == "skip":
         return None
-    # So many may stay pending for ever: the others are enough.
+    # This many may stay pending for ever: the others are enough.
     spared = max(0, table.staying - least_nodes(table, spec))
     spared = spared if spec.pending_strategy == "necessary" else 0
     since = next(islice(table.pending.values(), spared, None), None)
@@ -39,7 +39,7 @@ def stops_at(table: NodeTable, spec: JobSpec) -> float | None:
 
 
 def why_stopped(table: NodeTable, spec: JobSpec) -> str:
-    """The reason of that end, for people."""
+    """Why the job ends for want of nodes, for people."""
     longest = table.nodes[next(iter(table.pending))]
     said = f": {longest.message}" if longest.message else ""
     needed = ""

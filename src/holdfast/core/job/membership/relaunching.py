@@ -2,9 +2,9 @@
 """Whether a lost node is launched again: one rule, asked once, for critical nodes as for others.
 
 A node rank has a budget for each class of failure. For a critical rank one number takes the place
-of them, and the job may have a limit of its own: what somebody else ended counts for neither. A
-node that was out of memory gets twice as much, as far as the limits of the job allow; where the job
-changes nothing by itself, it is launched again as it was.
+of these budgets, and the job may have a limit of its own: a node that was ended from outside counts
+for neither. A node that was out of memory gets twice as much, as far as the limits of the job
+allow; where the job changes nothing by itself, it is launched again as it was.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from holdfast.model.role import NOT_RAISED, raised_memory_mib
 
 @dataclass(frozen=True, slots=True)
 class Relaunch:
-    """What was decided."""
+    """What was decided about the successor of a lost node."""
 
     refusal: str = ""
     """Why it is not launched again, as a clause; empty if it is."""
     counts: bool = True
-    """Whether that uses up budget: not if the platform could not even start the node."""
+    """Whether the relaunch uses up budget: not if the platform could not even start the node."""
     memory_mib: int = 0
-    """If not 0, it must ask for so much."""
+    """If not 0, the successor must ask for this much."""
 
 
 def judge(
@@ -38,7 +38,7 @@ def judge(
     has_run: bool,
 ) -> Relaunch:
     """Decide over the successor of a node that was lost."""
-    # What the program itself did wrong counts, even if nobody saw it run.
+    # A failure of the program itself counts, even if the node was never seen to run.
     counts = has_run or reason in OF_THE_PROGRAM
     refusal = _used_up(table, spec, node, reason) if counts else ""
     if reason is not ExitReason.OOM or not spec.node_memory_mib:

@@ -2,7 +2,7 @@
 """What a plan comes to: which ranks are wanted, which nodes go, which are replaced.
 
 A plan is done as a whole or refused as a whole, in one sentence. When a job shrinks, ranks without
-a node go first, then nodes that nobody has heard of yet, then spares, then the highest ranks;
+a node go first, then nodes whose agent has not attached yet, then spares, then the highest ranks;
 critical ones never. When it grows, it takes the lowest ranks that are not wanted yet.
 """
 
@@ -28,7 +28,7 @@ class Change:
     drop: tuple[NodeRank, ...] = ()
     move: tuple[Move, ...] = ()
     asks_more: Resources = NOTHING
-    """How much more the nodes of the job ask for then."""
+    """How much more the nodes of the job ask for after the change."""
     text: str = "nothing had to change"
 
 
@@ -38,7 +38,7 @@ def change_for(
     spec: JobSpec,
     world: Collection[NodeId],
 ) -> Change | str:
-    """What the plan comes to, or why it cannot be done; the limits are not looked at."""
+    """What the plan comes to, or why it cannot be done; this does not check the limits."""
     refusal = _refusal(plan, table, spec)
     if refusal:
         return refusal
@@ -72,8 +72,8 @@ def change_for(
 def _given_up_for_good(plan: Plan, table: NodeTable, spec: JobSpec) -> int:
     """How many ranks that were given up stay so; they count as nodes of the job.
 
-    Whoever asks for another size, or resumes the job, asks for them again. The present size, told
-    once more with some other change, is no new wish: they would only be lost again.
+    A plan for another size, or one that resumes the job, asks for them again. A plan that repeats
+    the present size beside some other change does not: they would only be lost again.
     """
     wanted = table.wanted
     if plan.nodes not in (None, wanted.nodes) or (wanted.suspended and plan.suspend is False):
@@ -119,7 +119,7 @@ def _lowest_free(taken: Collection[NodeRank], count: int) -> list[NodeRank]:
 def _going_order(
     rank: NodeRank, table: NodeTable, spec: JobSpec, world: Collection[NodeId]
 ) -> tuple[int, int]:
-    """Who goes first: the smallest."""
+    """Sorts ranks: the first one goes first."""
     node_id = table.live_by_rank.get(rank)
     node = table.nodes[node_id] if node_id is not None else None
     if spec.critical_limit(rank) is not None:
@@ -134,7 +134,7 @@ def _going_order(
 
 
 def _too_few(target: int, table: NodeTable, spec: JobSpec) -> str:
-    """Why no world could form of so many nodes; empty if one could."""
+    """Why no world could form of `target` nodes; empty if one could."""
     if table.rules is None:
         return ""
     if target < table.rules.min_nodes:

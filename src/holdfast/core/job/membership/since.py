@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Since when each of some nodes waits, and which of them has waited longest.
 
-A successor goes on with the clock of the node before it, so those who came last may have waited
-longest: a heap finds that one, however many there are.
+A successor goes on with the clock of the node before it, so a node that came last may have waited
+longest: a heap finds the longest wait, however many nodes there are.
 """
 
 from heapq import heappop, heappush
@@ -15,11 +15,11 @@ class Since:
 
     def __init__(self) -> None:
         self._since: dict[NodeId, float] = {}
-        #: (since, node): those that are no longer true are skipped when they surface.
+        #: (since, node): entries that are no longer true are skipped when they surface.
         self._heap: list[tuple[float, NodeId]] = []
 
     def begin(self, node_id: NodeId, at_s: float) -> None:
-        """It waits since then; below 0, nobody knows since when, and nobody counts."""
+        """The node waits since `at_s`; below 0 that is not known, and the node does not count."""
         if at_s >= 0.0:
             self._since[node_id] = at_s
             heappush(self._heap, (at_s, node_id))
@@ -28,7 +28,7 @@ class Since:
         self._since.pop(node_id, None)
 
     def longest(self) -> tuple[float, NodeId] | None:
-        """Who has waited longest, and since when; None if nobody waits."""
+        """Since when the longest wait lasts, and which node waits; None if no node waits."""
         while self._heap and self._since.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0] if self._heap else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people ask of a managed job: how many nodes, which ranks, with how much, and whether at all.
+"""What people ask of a managed job: its size, its ranks, their resources, whether it runs at all.
 
 Durable, as a part of the node table. A rank that is wanted and has no node gets one; that is how a
 plan that was written down is carried out even if the master dies before it has given any order.
@@ -12,7 +12,7 @@ from holdfast.core.kernel import Record
 from holdfast.model.ids import NodeRank
 
 PLANS_KEPT = 1000
-"""Plans that were answered are not told again for ever."""
+"""How many answered plans are remembered: an answered plan is not told again for ever."""
 
 FIRST_MOVED_GROUP = 1001
 """Groups that were launched again elsewhere are numbered from here on."""
@@ -70,7 +70,7 @@ class Wanted:
                 raise TypeError(f"{record!r} is not a record of the nodes")
 
     def snapshot(self, planned: Iterable[NodeRank]) -> Iterable[Record]:
-        """Everything but the ranks that the orders of these nodes tell by themselves."""
+        """Everything except the wanted ranks that follow from the orders of `planned` ranks."""
         told = set(planned)
         for rank in sorted(self.ranks ^ told):
             yield rec.RankWanted(rank, rank in self.ranks)

@@ -45,7 +45,7 @@ def order_of(node: RoleNodeState, table: RoleTable, spec: JobSpec) -> Order:
 
 
 def given_again(table: RoleTable, spec: JobSpec) -> Iterator[Command]:
-    """What an earlier master had decided, and the platform may not have heard."""
+    """Repeats what an earlier master had decided, and the platform may not have heard."""
     for node in table.nodes.values():
         if node.leaves:
             yield RemoveNode(node.node_id)
@@ -62,9 +62,9 @@ def plan_node(
     cpu_milli: int = 0,
     down_since_s: float | None = None,
 ) -> rec.RoleNodePlanned:
-    """The next node of a rank, with so much memory and processor time if either is given.
+    """The next node of a rank, with this much memory and processor time if either is given.
 
-    `down_since_s` is given where the rank is launched again, and goes on with its clock.
+    `down_since_s` is given where the rank is launched again: its clock goes on from there.
     """
     role, rank = place
     older = table.newest_of(place)
@@ -86,9 +86,9 @@ def plan_node(
 def resized(
     wanted: list[Place], given_up: Collection[Place], role: str, nodes: int
 ) -> tuple[list[Place], list[Place]]:
-    """Which ranks come, the lowest free ones, and which go, the highest, for so many nodes.
+    """Which ranks come, the lowest free ones, and which go, the highest, to have `nodes` nodes.
 
-    Another size is also a new try for ranks that were given up. The present one is no new wish.
+    Another size is also a new try for ranks that were given up. The present size is not.
     """
     if nodes == len(wanted):
         return [], []
@@ -98,7 +98,7 @@ def resized(
 
 
 def is_at_work(table: RoleTable, spec: JobSpec) -> bool:
-    """Whether somebody still does what the job is for; servers alone do not."""
+    """Whether a node still does what the job is for; servers alone do not."""
     return any(
         spec.roles[place[0]].ends_the_job
         and not table.has_ended_well(place)
@@ -151,7 +151,7 @@ def over_budget(place: Place, table: RoleTable, asked: RoleSpec, reason: ExitRea
 
 
 def _waiting(table: RoleTable) -> Iterator[RoleNodeState]:
-    """Nodes that shall run and do not yet."""
+    """Nodes that are to run and do not yet."""
     return (node for node in table.live() if node.phase in (Phase.INITIAL, Phase.PENDING))
 
 
@@ -204,7 +204,7 @@ def _why_down(node: RoleNodeState, spec: JobSpec) -> str:
 
 
 def next_overdue(table: RoleTable, spec: JobSpec) -> float | None:
-    """When somebody has been waited for too long, if nothing changes."""
+    """When some node will have been waited for too long, if nothing changes."""
     times = [at for at, _ in _down(table, spec)]
     longest = _longest_waiting(table, spec)
     if longest is not None:
@@ -239,7 +239,7 @@ def problem_of(plan: Plan, table: RoleTable, asked: RoleSpec) -> str:
 
 
 def _problem_of_servers(plan: Plan, table: RoleTable) -> str:
-    """Why the plan would leave the roles with different ideas of who serves which variables."""
+    """Why the plan would leave nodes with different ideas of which one serves which variables."""
     role, now = plan.role, len(table.wanted_of(plan.role))
     if plan.remove or plan.add:
         return f"single nodes of role {role} cannot come or go: ask for another number of replicas"
@@ -294,7 +294,7 @@ def of_places(table: RoleTable, spec: JobSpec, plan: Plan = NO_CHANGE) -> Resour
 
 
 def _places(table: RoleTable, plan: Plan) -> Collection[Place]:
-    """Who has a node or gets one, once the plan is done."""
+    """The ranks that have a node or get one, once the plan is done."""
     places = table.wanted - {table.nodes[node_id].place for node_id in plan.remove}
     new = {(plan.role, rank) for rank in plan.add}
     if plan.nodes is not None:

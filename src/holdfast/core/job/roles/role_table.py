@@ -24,7 +24,7 @@ class RoleNodeState:
     phase: Phase = Phase.INITIAL
     machine: str = ""
     message: str = ""
-    #: It shall go: whatever happens to it is no failure.
+    #: It is to go: whatever happens to it is no failure.
     leaves: bool = False
 
     @property
@@ -46,7 +46,7 @@ class RoleTable:
     def __init__(self, first_node_id: int) -> None:
         self.nodes: dict[NodeId, RoleNodeState] = {}
         self.newest: dict[Place, NodeId] = {}
-        #: Ranks that shall have a node until it has ended well.
+        #: Ranks that are to have a node until it has ended well.
         self.wanted: set[Place] = set()
         #: Ranks that are not launched again, as their budgets are used up.
         self.given_up: set[Place] = set()
@@ -163,7 +163,7 @@ class RoleTable:
 def changed(
     node: RoleNodeState, phase: Phase, *, message: str = "", machine: str = "", leaves: bool = False
 ) -> rec.RoleNodeChanged:
-    """The record of a node's change. Where it is stays known, and that it shall go."""
+    """The record of a node's change. It keeps where the node is, and that it is to go."""
     return rec.RoleNodeChanged(
         node.node_id, phase, machine or node.machine, message, leaves or node.leaves
     )

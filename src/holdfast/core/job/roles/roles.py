@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that run the user's program without an agent: parameter servers and those who use them.
+"""Nodes that run the user's program without an agent: parameter servers and their clients.
 
 What is known of them is what the platform sees. A rank that is lost is launched again by the rules
-of its role, under the same address; the job is over when all who work have ended well, and it fails
-when a rank that it cannot do without is not launched again any more.
+of its role, under the same address. The job is over when all nodes that work have ended well. It
+fails when a rank that it cannot do without is not launched again any more.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ from holdfast.model.resources import Resources
 from holdfast.model.role import RoleSpec
 
 FIRST_NODE_ID = 1_000_000
-"""Beside nodes with agents, which count from 0: nobody has two nodes of one id."""
+"""Nodes with agents count from 0: beside them, no two nodes have the same id."""
 
 Handled = (
     ev.NodeSeen
@@ -79,7 +79,7 @@ class Roles:
         #: A queue for each role, because their ranks count from 0 each.
         self._launches = {role: LaunchQueue() for role in spec.roles}
         self._is_over = False
-        #: Until then nobody is given up for having been waited for too long.
+        #: After a restart of the master: no wait for a node times out before this time.
         self._looks_until = 0.0
 
     def handle(self, event: Handled, now: float) -> Outcome:
@@ -126,7 +126,7 @@ class Roles:
     # ---- the life of a node ---------------------------------------------------------------------
 
     def _start(self, now: float) -> Outcome:
-        """Order what a new job needs; do again what may not have been done."""
+        """Order what a new job needs; in an older one, repeat what may not have been done."""
         if self._table.has_begun:
             self._looks_until = now + LOOK_S
             return Outcome(commands=list(given_again(self._table, self._spec)))
@@ -211,8 +211,8 @@ class Roles:
             self._check_end(outcome, why)
 
     def _check_end(self, outcome: Outcome, why: str = "") -> None:
-        """The job is over when nobody works any more; it was of use if somebody ended well."""
-        # Beside agents, their workers say when the job is over.
+        """The job is over when no node works any more; it succeeded if any node ended well."""
+        # In a job with agents, their workers decide when it is over.
         if self._is_over or WORKER not in self._spec.roles or is_at_work(self._table, self._spec):
             return
         if any(self._table.has_ended_well(place) for place in self._table.wanted):
@@ -331,5 +331,5 @@ class Roles:
         return self._table.view()
 
     def wanted(self) -> dict[str, int]:
-        """How many nodes of each role there shall be."""
+        """How many nodes of each role are wanted."""
         return {role: len(self._table.wanted_of(role)) for role in self._spec.roles}
