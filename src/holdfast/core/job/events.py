@@ -39,7 +39,7 @@ class MasterStarted(Event):
     """A master has replayed the journal and begins to serve."""
 
     nonce: str = ""
-    """Random, of this start alone: what the master names after it has no namesake anywhere."""
+    """Random, drawn for this start alone: names that the master makes from it are unique."""
     position: int = 0
     """How many entries the journal had."""
     clock: str = ""
@@ -112,14 +112,14 @@ class KvRequested(Relayed):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRequested(Asked):
-    """What an agent asks the ledger of checkpoints, or tells it."""
+    """What an agent asks the checkpoint ledger, or tells it."""
 
     body: CheckpointCall
 
 
 @dataclass(frozen=True, slots=True)
 class DataRequested(Relayed):
-    """What a worker asks the ledger of shards, relayed by its agent."""
+    """What a worker asks the data ledger, relayed by its agent."""
 
     body: DataCall
 
@@ -133,7 +133,7 @@ class DataMarks(Asked):
 
 @dataclass(frozen=True, slots=True)
 class RequestDropped(Event):
-    """Whoever asked this has gone, and takes no answer any more."""
+    """The worker that asked this has gone, and takes no answer any more."""
 
     session: str
     seq: int
@@ -201,7 +201,7 @@ class NodeReady(Event):
     cold: bool = False
     """True when its workers would start cold: it says so when they no longer would."""
     replaces: NodeId = NodeId(-1)  # noqa: RUF009
-    """A node of the same rank that it waits for: that one goes first."""
+    """A node of the same rank that this one replaces: that one goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class NobodyHeard(Event):
 
 @dataclass(frozen=True, slots=True)
 class HeardAgain(Event):
-    """The first node is heard after nobody was."""
+    """The first node is heard after a time in which none was."""
 
     node_id: NodeId
     quiet_s: float
@@ -284,9 +284,9 @@ class WorldBroken(Event):
     node_rank: NodeRank
     last_step_ago_s: float
     by_plan: bool = False
-    """Nothing has failed: all its nodes shall go."""
+    """Nothing has failed: all its nodes are to go."""
     pause_s: float = 0.0
-    """So long the next one must wait, for its workers have failed at once, in a row so often:"""
+    """How long the next one must wait, as workers have failed at once in a row this often:"""
     failed_starts: int = 0
 
 
@@ -313,7 +313,7 @@ class WorldFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class JournalBehind(Event):
-    """An agent knows of something that the journal had, and has not any more: see lives.py."""
+    """An agent knows of something that the journal had and has lost: see lives.py."""
 
     reason: str
 
@@ -392,7 +392,7 @@ class RestoreAgreed(Event):
     version: Version
     lineage: int
     fresh: bool
-    """True when nobody wanted to restore anything."""
+    """True when no node wanted to restore anything."""
     notes: tuple[str, ...]
     positions: tuple[Position, ...] = ()
     """How far the data of the directory was when the version was saved."""
@@ -425,19 +425,19 @@ class CopyFailed(Event):
     directory: str
     version: Version
     why: str
-    """With what is done about it."""
+    """The reason, with what is done about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavesFailed(Event):
-    """Workers of a node could not save; said at the first time and when it is twice as often."""
+    """Workers of a node could not save; told the first time and when the count has doubled."""
 
     node_id: NodeId
     node_rank: int
     """-1 if it is in no world."""
     failed: int
     step: int
-    """The last of them."""
+    """The last step that failed."""
     why: str
 
 
@@ -477,7 +477,7 @@ class VersionMarked(Event):
 
 @dataclass(frozen=True, slots=True)
 class DatasetRegistered(Event):
-    """Somebody opened a dataset for the first time."""
+    """A worker opened a dataset for the first time."""
 
     dataset: Dataset
 
@@ -503,7 +503,7 @@ class EpochOver(Event):
 
 @dataclass(frozen=True, slots=True)
 class PieceSetAside(Event):
-    """A piece of a dataset failed in its reader again and again: nobody will read it."""
+    """A piece of a dataset failed in its reader again and again: it will not be read."""
 
     name: str
     piece: Piece
@@ -516,14 +516,14 @@ class PieceSetAside(Event):
 
 @dataclass(frozen=True, slots=True)
 class PlanAsked(Event):
-    """Somebody asks for a change of the running job; a plan may be told more than once."""
+    """A plan asks for a change of the running job; the same plan may come more than once."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPartAgreed(Event):
-    """A plan is carried out, of which this is the part for another role."""
+    """A plan is carried out; this is its part for another role."""
 
     part: Plan
 
@@ -567,7 +567,7 @@ class JoinClockSet(Event):
 
 @dataclass(frozen=True, slots=True)
 class NodesLeaving(Event):
-    """These nodes shall go: the next world forms without them."""
+    """These nodes are to go: the next world forms without them."""
 
     node_ids: tuple[NodeId, ...]
     reason: str
@@ -601,7 +601,7 @@ class GroupMoved(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankGivenUp(Event):
-    """A rank gets no node any more, unless somebody asks for another size."""
+    """A rank gets no node any more, unless a plan asks for another size."""
 
     role: str
     node_rank: NodeRank

@@ -23,7 +23,7 @@ class Pace:
         self._middle = self._newest = _Point(0.0, 0)
 
     def heard(self, steps: int, at: float) -> None:
-        """So many steps were finished, the last of them then."""
+        """This many steps were finished, the last of them at this time."""
         point = _Point(at, steps)
         if self._old is None:
             self._old = self._middle = self._newest = point

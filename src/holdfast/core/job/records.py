@@ -49,7 +49,7 @@ class NodePlanned(Record, frozen=True):
     replaces: int = -1
     """A node of the same rank that stays until this one is ready."""
     down_since_s: float = -1.0
-    """Since when its rank has no agent, whoever was launched meanwhile; -1: nobody knows."""
+    """Since when its rank has no agent, whichever nodes were launched meanwhile; -1: not known."""
 
 
 class NodePlaced(Record, frozen=True):
@@ -60,20 +60,20 @@ class NodePlaced(Record, frozen=True):
 
 
 class NodeLeaves(Record, frozen=True):
-    """A node shall go, and what follows is no failure."""
+    """A node is to go, and what follows is no failure."""
 
     node_id: int
 
 
 class RankWanted(Record, frozen=True):
-    """Whether a rank shall have a node. One that is ordered is wanted until this says otherwise."""
+    """Whether a rank is to have a node. An ordered rank is wanted until this says otherwise."""
 
     node_rank: int
     is_wanted: bool
 
 
 class JobSized(Record, frozen=True):
-    """What people asked of the job: of its size, its nodes to come, and whether it runs at all."""
+    """What people asked of the job: its size, what new nodes get, and whether it runs at all."""
 
     nodes: int
     suspended: bool = False
@@ -128,7 +128,7 @@ class NodePhaseChanged(Record, frozen=True):
     proven: bool = True
     """False while a lost node may still run somewhere: its lease has not expired."""
     at_s: float = 0.0
-    """Since when it is so; 0 where nobody asks, and in journals of older versions."""
+    """Since when it has this phase; 0 where that is not used, and in journals of older versions."""
 
 
 class CountersSet(Record, frozen=True):
@@ -151,13 +151,13 @@ class RestartCounted(Record, frozen=True):
 
     reason: str
     count: int = 1
-    """0 for a node that was lost by what another was lost by before."""
+    """0 for a node that was lost to the same cause as another before it."""
     back: float = 0.0
     """Units of it that came back by training since the last time."""
     trained_s: float = 0.0
     """How long the job had trained by then, in all."""
     failed_starts: int = 0
-    """How often in a row workers had failed at once, with this time."""
+    """How often in a row workers had failed at once, this time included."""
 
 
 class TrainingBegan(Record, frozen=True):
@@ -173,7 +173,7 @@ class WorldAgreed(Record, frozen=True):
     restarts: int = 0
     """How many worlds of this job failed before this one."""
     unstopped: tuple[tuple[int, ...], ...] = ()
-    """The nodes of each replaced world that may still have been computing, as nobody was seen to
+    """The nodes of each replaced world that may still have been computing, as no node was seen to
     have left it."""
 
 
@@ -313,21 +313,21 @@ class IncidentNoted(Record, frozen=True):
     load_s: float = -1.0
     """Of `restore_s`: from there until all had it at hand."""
     late_s: float = -1.0
-    """For how long the round had been without a first step; -1 for what ended a round."""
+    """How long the round had been without a first step; -1 for an incident that ended a round."""
 
 
 class PatienceSet(Record, frozen=True):
-    """How long the job may go without a step before it counts as hung, and what that is from."""
+    """How long the job may go without a step before it counts as hung, and what decides that."""
 
     first_step_at: float = -1.0
     longest_pause_s: float = 0.0
-    """Between two steps, ended by itself."""
+    """The longest pause between two steps that ended by itself."""
     allowed_s: float = 0.0
-    """At the place of the last hang; 0 when the job has come past it."""
+    """What is allowed at the place of the last hang; 0 when the job has come past it."""
     hung_step: int = -1
-    """The last step before it by the script's own count, -1 if it has none."""
+    """The last step before the hang by the script's own count, -1 if it has none."""
     hung_after: int = 0
-    """How many steps of the round came before it."""
+    """How many steps of the round came before the hang."""
     was_late: bool = False
     """Whether a round was restarted for want of a first step, and none has been made since."""
 
@@ -361,7 +361,7 @@ class VersionPositioned(Record, frozen=True):
     version: Version
     positions: tuple[Position, ...]
     dropped: tuple[Version, ...] = ()
-    """Versions that nobody can restore any more: their positions are forgotten."""
+    """Versions that cannot be restored any more: their positions are forgotten."""
 
 
 class DatasetRegistered(Record, frozen=True):
@@ -378,7 +378,7 @@ class ShardsReported(Record, frozen=True):
 class ShardsLeased(Record, frozen=True):
     """A worker was given pieces; its session's answer is kept, so that a repeat gets the same.
 
-    One request mostly reports and takes: what was reported before it took is in here too.
+    Most requests report and take at once: what was reported before the take is in here too.
     """
 
     name: str
@@ -396,7 +396,7 @@ class ShardsLeased(Record, frozen=True):
 class LeasesReturned(Record, frozen=True):
     """What rounds before `before`, or a lost node, had not consumed goes back.
 
-    Not of datasets that follow a checkpoint: they go back with it.
+    Leases of datasets that follow a checkpoint do not: they go back with it.
     """
 
     before: int = 0
@@ -494,11 +494,11 @@ class RoleNodePlanned(Record, frozen=True):
     cpu_milli: int = 0
     at_s: float = 0.0
     down_since_s: float = -1.0
-    """Since when its rank does not run, whoever was launched meanwhile; -1: nobody knows."""
+    """Since when its rank does not run, whichever nodes were launched meanwhile; -1: not known."""
 
 
 class RoleNodeChanged(Record, frozen=True):
-    """What the platform saw of it, or that it shall go."""
+    """What the platform saw of a node, or that the node is to go."""
 
     node_id: int
     phase: str
@@ -508,7 +508,7 @@ class RoleNodeChanged(Record, frozen=True):
 
 
 class RoleRankSet(Record, frozen=True):
-    """Whether a rank shall have a node, and whether it is not launched again any more."""
+    """Whether a rank is to have a node, and whether it is not launched again any more."""
 
     role: str
     node_rank: int
@@ -526,7 +526,7 @@ class RoleRelaunched(Record, frozen=True):
 
 
 class RoleAsked(Record, frozen=True):
-    """What nodes of a role get that are launched from now on; 0 for the job's description."""
+    """What the nodes of a role get when launched from now on; 0 for the job's description."""
 
     role: str
     memory_mib: int

@@ -56,7 +56,7 @@ def _warmed(node_id: NodeId, link: int, frame: m.Frame, body: m.Warmed) -> Event
 
 
 def _failed(node_id: NodeId, link: int, frame: m.Frame, body: m.WorkersFailed) -> Event | None:
-    # Of no failure at all there is none that could be the cause.
+    # A report without failures has none that could be the cause.
     return ev.FailureReported(node_id, link, frame.call, body) if body.failures else None
 
 

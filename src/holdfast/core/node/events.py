@@ -64,21 +64,21 @@ class WorkerContinued(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed(Event):
-    """The master answered: until then nobody takes this node's place."""
+    """The master answered: until then no other node takes this node's place."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp(Event):
-    """The master had given this node up: its workers are void, but it may join anew."""
+    """The master had given this node up: its workers are void, but it can rejoin as a new node."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class FencedOff(Event):
-    """Somebody newer has this place: end here."""
+    """A newer agent has this place: end here."""
 
     reason: str
 
@@ -93,14 +93,14 @@ class EndReceived(Event):
 
 @dataclass(frozen=True, slots=True)
 class ShutdownRequested(Event):
-    """This agent was asked to go, by a signal or by whoever started it."""
+    """This agent was asked to go, by a signal or by the process that started it."""
 
     reason: str
     exit_code: int
     flush: bool = False
     """True when checkpoints in memory must go to storage before the node does."""
     at_once: bool = False
-    """True when a person has no more patience, also for what is under way."""
+    """True when a person does not want to wait any longer, not even for what is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class KeepLease(Command):
 
 @dataclass(frozen=True, slots=True)
 class HoldWorkers(Command):
-    """Stop the workers where they are: they must not compute while nobody vouches for them."""
+    """Stop the workers where they are: they must not compute while no lease covers them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ Marks = tuple[Mark, ...]
 
 
 def merged(words: Iterable[Marks]) -> Marks:
-    """All marks of one rank, oldest first, as one: of every lease the last word counts."""
+    """All marks of one rank, given oldest first, as one: for every lease the last one counts."""
     terms: dict[str, int] = {}
     leases: dict[str, dict[int, Consumed]] = {}
     for mark in (mark for marks in words for mark in marks):

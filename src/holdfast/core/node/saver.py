@@ -38,13 +38,13 @@ class RestoreMeeting(Generic[Caller]):
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody has asked and has no answer yet."""
+        """Whether any rank has asked and has no answer yet."""
         return bool(self._asks)
 
     def ask(self, caller: Caller, ask: RestoreAsk) -> Turn | None:
         """A rank asks; returns what to ask the master when it was the last one.
 
-        A rank that asks again, because its connection broke, only changes who is answered.
+        A rank that asks again, because its connection broke, only changes which caller is answered.
         """
         self._asks[ask.local_rank] = (caller, ask)
         if self._is_asked or len(self._asks) < self._nproc:
@@ -73,7 +73,7 @@ class RestoreMeeting(Generic[Caller]):
         return ""
 
     def answered(self) -> list[Caller]:
-        """The turn is over: whom to tell."""
+        """The turn is over; returns the callers to answer."""
         callers = [caller for caller, _ in self._asks.values()]
         self._asks.clear()
         self._is_asked = False
@@ -82,16 +82,16 @@ class RestoreMeeting(Generic[Caller]):
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A version of which every part of this node is sealed."""
+    """A version that has every part of this node sealed."""
 
     version: Version
     shape: Shape
     parts: tuple[str, ...]
     persist: bool
     follows: bool = False
-    """Whether a rank of this node reads data with respect to the series."""
+    """Whether a rank of this node reads a dataset that follows the series."""
     marks: Mapping[int, Marks] = field(default_factory=dict)
-    """By rank: how far each was in them, with what was said of versions that were overtaken."""
+    """By rank: how far each was in its datasets, with the marks of versions that were overtaken."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class _Arriving:
     shape: Shape
     parts: set[str] = field(default_factory=set)
     persist: bool = False
-    #: By rank, of those who follow.
+    #: By rank, for ranks whose datasets follow the series.
     marks: dict[int, Marks] = field(default_factory=dict)
 
 

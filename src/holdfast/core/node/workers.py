@@ -2,8 +2,8 @@
 """The worker group of one node: which round it runs, how it ends, and what comes next.
 
 The group is always heading somewhere: to the workers of a round, to nothing (waiting for the next
-world), or to the exit of the agent. Whatever it is heading to begins only when every process of
-what it leaves behind has ended, so that two rounds never run at once on one node.
+world), or to the exit of the agent. The next thing begins only when every process of the present
+round has ended, so that two rounds never run at once on one node.
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,8 @@ TERMINATED_S = 0.2
 process of a job, and this agent may only be about to get its own."""
 
 MISTAKE_S = 5.0
-"""How long a mistake that a worker made before any step waits for the same of the others. A mistake
-of all is not tried again, and their errors need not be shown once each."""
+"""How long a mistake that a worker made before any step waits for the other workers to make it too.
+A mistake of all workers is not tried again, and need not be shown once for each of them."""
 
 _SIGTERM = 15
 
@@ -66,15 +66,15 @@ class Workers:
         self._live: set[int] = set()
         self._exited: set[int] = set()
         self._stopped: dict[int, float] = {}
-        #: A failure that may only be the beginning of a stop, or of the same failure of all, and
-        #: until when that is open.
+        #: A failure that may only be the beginning of a stop, or of the same failure of all
+        #: workers, and until when that is open.
         self._doubt: tuple[m.FailureInfo, float] | None = None
         #: Of the workers that have ended, how many made the mistake that is in doubt.
         self._alike = 0
         self._lease_until: float | None = None
         self._is_held = False
         self._exit: ev.ExitAgent | None = None
-        #: Said when nothing is left to do here, right before the exit.
+        #: Told to the master when nothing is left to do here, right before the exit.
         self._farewell: m.Leave | None = None
         self._must_flush = False
         self._is_flushing = False
@@ -147,8 +147,8 @@ class Workers:
             self._must_flush = event.flush
             return self._head_for(None, gently=True)
         if event.end.ok:
-            # Asked to go when its work was done: what the job came to is what counts. If the
-            # exit was said already, it is said again with this.
+            # The agent was asked to go when its work was done: the end of the job is what counts.
+            # If the exit was commanded already, it is commanded again with this end.
             self._exit = ev.ExitAgent(0, event.end.reason, event.end)
             self._farewell = None
             return self._settle()
@@ -228,7 +228,7 @@ class Workers:
         self._is_starting = False
         self._live |= event.started - self._exited
         if self._is_ending:
-            # The end was decided while the start was under way: reach the latest ones too.
+            # The end was decided while the start was under way: end the latest workers too.
             outcome = Outcome(commands=[ev.EndWorkers(gently=False)])
             outcome.add(self._settle())
             return outcome
@@ -319,7 +319,7 @@ class Workers:
         holds_at = self._holds_at()
         if holds_at is not None and holds_at <= now:
             self._is_held = True
-            self._stopped.clear()  # They were the guardian's, or will go on with the others.
+            self._stopped.clear()  # The guardian stopped them, or they will go on with the others.
             text = "the master has not answered for the whole lease: the workers are held still"
             outcome.commands.extend((ev.HoldWorkers(), ev.Tell(text)))
         return outcome

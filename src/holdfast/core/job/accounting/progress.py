@@ -22,17 +22,17 @@ from holdfast.protocol.checkpoints import NodeRestore
 INCIDENTS_KEPT = 200
 
 STEPLESS_S = 600.0
-"""Workers that ran this long without a step are taken for those of a script that reports none."""
+"""After this long without a step, the workers' script is taken for one that reports no steps."""
 
 UNHEARD_STEPS_S = 30.0
-"""At most so many seconds of steps are taken to be made between the last beat and a failure."""
+"""Steps between the last beat and a failure are believed if they took at most this long."""
 
 _BEFORE_A_STEP = (Use.RESTART, Use.START, Use.RESTORE)
 
 
 @dataclass(slots=True)
 class _Heard:
-    """What the beats of the present round said; they say it again to a restarted master."""
+    """What the beats of the present round said; later beats repeat it to a restarted master."""
 
     steps: int = 0
     step: int = -1
@@ -51,8 +51,8 @@ class _Heard:
     loaded_at: float = -1.0
     """When all had a checkpoint at hand, or knew that there is none."""
     stepless_from: float = -1.0
-    """Since when this round of a job that has stepped is taken to work without a step, as in its
-    last evaluation."""
+    """Since when this round is taken to work without a step, as in a last evaluation. Only for a
+    job that has stepped."""
 
 
 Handled = (
@@ -83,7 +83,7 @@ class Progress:
         self._until: float | None = None
         self._use = Use.IDLE
         self._round = Round(0)
-        #: Where the script stood and the steps done in all when the present round began.
+        #: The step of the script, and the steps done in all, when the present round began.
         self._step = -1
         self._steps_before = 0
         self._step_price_s = 0.0
@@ -157,7 +157,7 @@ class Progress:
         return None if since is None else since + STEPLESS_S
 
     def _works_without_steps(self, now: float) -> Outcome:
-        """All that is known of such a script is that its workers run: that is its work."""
+        """Count the time as work: of such a script only that its workers run is known."""
         if self._use is Use.RESTORE:
             # The job has stepped: this round only evaluates or exports, or its steps come late.
             at = self._heard.stepless_from = max(self._until or 0.0, self._heard.loaded_at)
@@ -221,7 +221,7 @@ class Progress:
         return outcome
 
     def _was_not_stepless(self, outcome: Outcome, first_step_at: float) -> None:
-        """The first step came late, or a new master hears of it: what was before it is no work."""
+        """The first step came late, or a new master hears of it: the time before it is no work."""
         self._settle(outcome, first_step_at, Use.PRODUCTIVE)
         assert self._until is not None
         start_s = self._spent[Use.PRODUCTIVE] - max(0.0, self._until - first_step_at)
@@ -229,7 +229,7 @@ class Progress:
             self._move(outcome, start_s, Use.PRODUCTIVE, Use.START)
         outcome.facts.append(ev.FirstStepMade(self._round, first_step_at))
         note = self._newest_incident()
-        if note is not None and note.restore_s < 0:  # That of `_late`.
+        if note is not None and note.restore_s < 0:  # The incident that `_late` noted.
             # Of its round only: the job may have worked without steps in others before.
             in_round_s = first_step_at - note.at_s + max(note.late_s, 0.0)
             changed = replace(note, restore_s=max(0.0, min(start_s, in_round_s)))
@@ -237,7 +237,7 @@ class Progress:
             outcome.facts.append(_closed(changed))
 
     def _was_restoring(self, outcome: Outcome, heard: _Heard) -> None:
-        """A round that was taken to work without steps has made one: it was on its way to it."""
+        """A round that was taken to work without steps makes one: until then it was restoring."""
         self._settle(outcome, heard.first_step_at, Use.PRODUCTIVE)
         restore_s = max(0.0, heard.first_step_at - heard.stepless_from)
         heard.stepless_from = -1.0
@@ -248,7 +248,7 @@ class Progress:
             commit(self, outcome, replace(note, restore_s=note.restore_s + restore_s))
 
     def _late(self, event: ev.FirstStepLate, now: float) -> Outcome:
-        """The workers are left alone, but people must see it, unless an incident is open anyway."""
+        """Show it to people as an incident, unless one is open. The workers are left alone."""
         newest = self._newest_incident()
         if newest is not None and newest.restore_s < 0:
             return NOTHING
@@ -274,7 +274,7 @@ class Progress:
         if self._step >= 0 and again > 0:
             lost_s = min(again * self._step_price_s, self._spent[Use.PRODUCTIVE])
             self._move(outcome, lost_s, Use.PRODUCTIVE, Use.LOST)
-        # Steps after the last beat of the round before were made, or this one began elsewhere.
+        # The round before made steps after its last beat, or this round began elsewhere.
         unheard = -again if self._step >= 0 and again < 0 else 0
         if unheard * self._step_price_s > UNHEARD_STEPS_S or self._step_price_s == 0:
             unheard = 0
@@ -310,7 +310,7 @@ class Progress:
         return self._incidents.get(max(self._incidents, default=0))
 
     def _exact_detect(self, last_step_ago_s: float, now: float) -> Outcome:
-        """A lost node cannot say when it stepped last, but those who stepped with it can."""
+        """A lost node cannot say when it stepped last, but the nodes that stepped with it can."""
         note = self._newest_incident()
         if note is None or not note.estimated or last_step_ago_s < 0:
             return NOTHING
@@ -321,7 +321,7 @@ class Progress:
         return outcome
 
     def _stop_productive(self, outcome: Outcome, now: float, last_step_ago_s: float) -> float:
-        """Split the time until now into productive and detect; the latter is returned."""
+        """Split the time until now into productive and detect; returns the seconds of detect."""
         if self._use is not Use.PRODUCTIVE or not self._has_stepped():
             self._settle(outcome, now, self._use)
             return 0.0
@@ -397,7 +397,7 @@ class Progress:
     # ---- durable state --------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """No use has taken less than no time, and all of them together not more than there was."""
+        """No use has taken a negative time, and all together not more than the job's time."""
         until = self._until or 0.0
         for use, seconds in self._spent.items():
             assert seconds >= -1e-6 * max(1.0, until), (use, seconds)
@@ -430,8 +430,8 @@ class Progress:
         yield from self._incidents.values()
 
     def incident_of(self, round: int, *, late: bool = False) -> int:
-        """The number of the incident that ended this round, or that its late first step is; 0 if
-        there is none."""
+        """The number of the incident that ended this round or, with `late`, of its late first step;
+        0 if there is none."""
         for note in reversed(self._incidents.values()):
             if note.round == round and (note.late_s >= 0) == late:
                 return note.number
@@ -474,7 +474,7 @@ class Progress:
 
 
 def _speed(heard: _Heard, now: float, *, is_stepping: bool) -> dict[str, object]:
-    """How fast it goes, and for how long it still will, where that is known."""
+    """How fast the training is, and how long it still takes, where that is known."""
     per_s = heard.pace.per_s(now) if is_stepping else None
     own_per_s = heard.own_pace.per_s(now) if is_stepping else None
     left_s = None
@@ -490,7 +490,7 @@ def _speed(heard: _Heard, now: float, *, is_stepping: bool) -> dict[str, object]
 def _open_incident(
     note: rec.IncidentNoted, use: Use, heard: _Heard, now: float, stage_s: float
 ) -> dict[str, object]:
-    """What the newest incident is at, and how long nothing has been trained."""
+    """Which stage the newest incident is in, and how long nothing has been trained."""
     part = ""
     if use in (Use.START, Use.RESTORE) and heard.asked:
         part = "import" if heard.imported_at < 0 else "load"
@@ -506,7 +506,7 @@ def _open_incident(
 
 
 def _stepless_since(use: Use, until: float, heard: _Heard) -> float | None:
-    """Since when workers run that may be at work without any step; None if they are not yet."""
+    """Since when the workers may be at work without any step; None if they are not that far."""
     if use is Use.START:
         return until
     # Loading may take long. Ranks that have not asked for a checkpoint do not load, or have loaded

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoints of the job in numbers. Nothing here decides anything, and nothing is durable.
 
-Agents count from their start on and tell it with their beats, so a new master knows their numbers
-after one beat of each. Its own counts begin anew with it, as counters of Prometheus may.
+Agents count from their start on and send the counts with their beats, so a new master knows them
+after one beat of each. A new master's own counts begin at 0, as counters of Prometheus may.
 """
 
 import math
@@ -37,9 +37,9 @@ class Tallies:
         self._told: dict[NodeId, tuple[Tally, float]] = {}
         #: Nodes that beat since this master began, or since they came: some have nothing to tell.
         self._heard: set[NodeId] = set()
-        #: What nodes told that are lost by now.
+        #: The last tallies of nodes that are lost by now.
         self._lost: list[Tally] = []
-        #: With their node ranks.
+        #: The members of the world, with their node ranks.
         self._members: dict[NodeId, int] = {}
         #: By node: how many failed saves people were told of.
         self._failures_told: dict[NodeId, int] = {}
@@ -48,8 +48,8 @@ class Tallies:
         self._is_noted = False
         #: By directory: the step that the ranks of the present round went on from.
         self._agreed: dict[str, int] = {}
-        #: Of steps saved before this time only those up to the agreed ones can be gone back to: in
-        #: a new round none until its ranks have agreed.
+        #: A step saved before this time counts only up to the agreed step: the ranks cannot go back
+        #: to a later one. In a new round no such step counts until its ranks have agreed.
         self._void_before = -math.inf
         self._commits = self._failures = 0
         self._committed_at: float | None = None
@@ -76,7 +76,7 @@ class Tallies:
                 self._is_noted = False
                 self._members = {one.node_id: one.node_rank for one in event.world.members}
                 self._agreed.clear()
-                # The ranks of a world that a restarted master found agreed long ago.
+                # In a world that a restarted master found, the ranks agreed long ago.
                 self._void_before = now if isinstance(event, ev.WorldFormed) else -math.inf
             case ev.RestoreAgreed():
                 self._agreed[event.directory] = event.version.step
@@ -103,7 +103,7 @@ class Tallies:
         return Outcome(facts=[failed])
 
     def _note(self, now: float) -> None:
-        """Once an incident: what all had in memory, before some are lost and others come."""
+        """Note, once per incident, what all had in memory before some are lost and others come."""
         if not self._is_noted:
             self._is_noted = True
             step, age_s = self._in_memory(now)

@@ -33,13 +33,13 @@ PAUSE_S_MAX = 30.0
 
 @dataclass(slots=True)
 class _Budget:
-    """Of one class of failure."""
+    """The budget of one class of failure."""
 
     count: int = 0
     back: float = 0.0
     """Units that training brought back, of those counted."""
     trained_s: float = 0.0
-    """How long the job had trained when the last one was counted."""
+    """How long the job had trained when the last unit was counted."""
 
 
 Handled = (
@@ -77,15 +77,16 @@ class Verdicts:
         #: How often in a row workers have failed at once.
         self._failed_starts = 0
         # Volatile.
-        #: Of the present world.
+        #: How many workers the present world has.
         self._workers = 0
         #: When the present round began, or this master, if that was later.
         self._began_at = 0.0
         #: When the workers of the present world ran: counts for scripts that report no steps.
         self._runs_since = -1.0
-        #: When a node was lost that was counted.
+        #: When the last node was lost whose loss was counted.
         self._lost_at = -math.inf
-        #: Of nodes lost in one step the first breaks the round, and the others only follow.
+        #: The newest round that was judged. Of nodes lost in one step the first breaks the round,
+        #: and the others only follow.
         self._judged = Round(0)
 
     def handle(self, event: Handled, now: float) -> Outcome:
@@ -145,7 +146,7 @@ class Verdicts:
         return outcome
 
     def _why_not_again(self, event: ev.WorldHurt) -> str | None:
-        """What to add to the reason if another try would end the same way; None if it may not."""
+        """What to add to the reason if another try must end the same way; None if it need not."""
         if self._spec.retry_mistakes:
             return None
         if event.cause is not None and asks_person(event.cause.message):
@@ -194,8 +195,8 @@ class Verdicts:
         return outcome
 
     def _follows_a_loss(self, event: ev.WorldHurt, now: float) -> bool:
-        """Whether a node was lost by what another was lost by before. Nodes behind a switch that
-        fails fall silent within one silence of each other; a large job must not end by that."""
+        """Whether a node was lost to the same cause as another before it. If a switch fails, the
+        nodes behind it fall silent within `silence_s`; a large job must not end because of that."""
         is_node = event.cause is None and event.reason is ExitReason.LOST
         if is_node and now - self._lost_at < self._spec.silence_s:
             return True
@@ -204,7 +205,7 @@ class Verdicts:
         return False
 
     def _count_starts(self, event: ev.WorldHurt, now: float) -> int:
-        """How often in a row workers have failed at once, if this one is counted."""
+        """How often in a row workers have failed at once, after this failure."""
         has_stepped = self._trains_since >= 0 or event.last_step_ago_s >= 0
         if has_stepped or now - self._began_at > PAUSE_S_MAX:
             return 0
@@ -265,7 +266,7 @@ class Verdicts:
             case rec.JobClosed():
                 self._closed = record
             case rec.JobContinued():
-                # People had their hands on it: the script may be another one.
+                # People started the job again: they may have changed the script.
                 self._closed, self._failed_starts = None, 0
             case _:
                 raise TypeError(f"{record!r} is not a record of the verdicts")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a job waits for a world: the last call for those who are missing, and when it gives up.
+"""How long a job waits for a world: the last call for missing nodes, and when the job gives up.
 
 The job gives up when it has had no world for `join_timeout_s`. That clock stands still while the
-job is suspended, and while its platform has no place for a node: how long that may be is asked
-elsewhere (pending.py).
+job is suspended, and while its platform has no place for a node: pending.py decides how long that
+may be.
 """
 
 
@@ -20,7 +20,7 @@ class JoinClock:
         self._runs = True
 
     def wait(self, now: float, timeout_s: float, pause_s: float = 0.0) -> None:
-        """There is no world: from now on one is waited for, and none forms before the pause."""
+        """There is no world: from now on one is waited for, and none forms during the pause."""
         self._is_waiting = True
         self.last_call_at = None
         self._held_until = now + pause_s if pause_s > 0 else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same mistake on every node: a typo, a module that is missing, a wrong flag.
 
-One node that cannot import a module may have a mount that is late. All nodes that cannot have a
+If one node cannot import a module, its mount may be late. If no node can, the program has a
 mistake, which no restart mends. So the report of a node on which every worker made a mistake before
 any step stays unanswered until every node of the world has reported the same, something else
 happened, or `WAIT_S` have passed. Nothing here is durable: the next master gets the reports again.
@@ -39,7 +39,7 @@ class Mistakes:
         return bool(self._held)
 
     def take(self, event: FailureReported, nodes: int, now: float) -> Failure | None:
-        """What the world, of so many nodes, failed by; None while that is not known."""
+        """What the world, which has this many nodes, failed by; None while that is not known."""
         first = next(iter(self._held.values()), event)
         mine, theirs = event.report.failures[0], first.report.failures[0]
         is_same = (mine.message, mine.traceback) == (theirs.message, theirs.traceback)

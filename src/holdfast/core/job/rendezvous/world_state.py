@@ -20,7 +20,7 @@ class WorldState:
         self.round = Round(0)
         self.world: World | None = None
         self.broken = ""
-        #: Whether nothing had failed when it broke: all its nodes had been told to go.
+        #: Whether nothing had failed when it broke: all its nodes were to go.
         self.broken_by_plan = False
         self.done: set[NodeId] = set()
         self.why = ""
@@ -85,7 +85,7 @@ class WorldState:
         return m.StopWork(self.round, self.broken or "this node has no place in the world")
 
     def pushes(self, before: Iterable[NodeId], ready: Collection[NodeId]) -> Iterator[Push]:
-        """What a new world means for its members, and for those of the one before who are here."""
+        """What to tell the members of a new world, and present members of the one before."""
         for node_id in self.index:
             yield Push(node_id, self.run_world(node_id))
         for node_id in before:
@@ -114,7 +114,7 @@ class WorldState:
                 raise TypeError(f"{record!r} is not a record of the rendezvous")
 
     def validate(self) -> None:
-        """What is derived from the world is that of this world, and a world has nodes."""
+        """What is derived from the world fits this world, and a world has nodes."""
         if self.world is None:
             assert (self.round, self.index, self.done) == (0, {}, set()), self.round
             return

@@ -49,9 +49,10 @@ class ScopeState:
     queues: dict[str, deque[bytes]] = field(default_factory=dict)
     #: Releases so far of each barrier.
     barriers: dict[str, int] = field(default_factory=dict)
-    #: The last changing request of each session, and its answer; who has asked last is last.
+    #: The last changing request of each session, and its answer; the session that asked last is
+    #: last.
     sessions: dict[str, tuple[int, m.Answer]] = field(default_factory=dict)
-    #: Those whose answers hold a value, in the same order.
+    #: The sessions whose answers hold a value, in the same order.
     heavy: dict[str, None] = field(default_factory=dict)
     #: What is in it, as the limits count it.
     held_bytes: int = 0
@@ -108,7 +109,7 @@ class ScopeState:
             self.answers_bytes += weight
         while self.answers_bytes > ANSWERS_BYTES_MAX and len(self.heavy) > 1:
             oldest = next(iter(self.heavy))
-            # Where it stands among the sessions stays: they are ordered by who asked last.
+            # The session keeps its place: sessions are ordered by when they asked last.
             seq, forgotten = self.sessions[oldest]
             self.sessions[oldest] = (seq, FORGOTTEN)
             del self.heavy[oldest]
@@ -196,7 +197,7 @@ class Scopes:
                 raise TypeError(f"{record!r} is not a record of sync")
 
     def validate(self) -> None:
-        """Only scopes that are wanted are held, and the sums are those of what they hold."""
+        """Only scopes that are wanted are held, and the sums match what they hold."""
         for number, scope in self._scopes.items():
             assert not self.is_over(number), number
             scope.validate()

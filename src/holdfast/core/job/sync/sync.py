@@ -2,7 +2,7 @@
 """Keys, queues and barriers that workers share.
 
 Everything lives in a *scope*: the round it belongs to, or 0 for the whole job. When a round is
-over its scope is dropped, and whoever still asks for it is fenced: no worker of a new world can
+over its scope is dropped, and requests for it are fenced: no worker of a new world can
 read what a dead one left behind. Waits are held and answered when their time has come.
 
 A request is known by its session and number. The last answer to each session's changing request is
@@ -64,7 +64,7 @@ class Sync:
         self._scopes = Scopes()
         # Volatile: agents repeat what was not answered.
         self._waits = Waits()
-        #: Who has arrived at each barrier, and the number of its held request.
+        #: The members that have arrived at each barrier, each with the number of its held request.
         self._arrived: dict[tuple[int, str], dict[str, int]] = {}
         self._nodes: set[NodeId] = set()
 
@@ -83,7 +83,7 @@ class Sync:
                 if number is not None and self._waits[number].request.seq == event.seq:
                     self._forget(number)
             case ev.NodeReady():
-                # What the agent still waits for it repeats on its new stream.
+                # The agent repeats on its new stream what it still waits for.
                 self._forget_node(event.member.node_id)
                 self._nodes.add(event.member.node_id)
             case ev.NodeExpected():
@@ -148,7 +148,7 @@ class Sync:
             return _answer(outcome, event, change)
         keys, values, answer = change
         lengths = [len(value) for value in values]
-        # Of a key that comes more than once, only the last value stays.
+        # If a key comes more than once, only its last value stays.
         last = dict(zip(keys, lengths, strict=True))
         growth = sum(scope.growth(key, length) for key, length in last.items())
         if problem := self._problem(body.scope, keys, lengths, growth):
@@ -377,7 +377,8 @@ def _answer(outcome: Outcome, event: ev.KvRequested, answer: m.Answer) -> None:
 
 
 def _missing(body: m.KvGet | m.KvWait, scope: ScopeState) -> set[str]:
-    """A queue with elements is there for a wait; it has no value to get."""
+    """The keys that are still missing. For a wait a queue with elements is there; for a get it has
+    no value."""
     if isinstance(body, m.KvGet):
         return {key for key in body.keys if key not in scope.values}
     return {key for key in body.keys if not scope.has(key)}

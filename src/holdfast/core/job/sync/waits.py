@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait: who waits for which key, and until when. Nothing here is durable."""
+"""Requests that wait: which one for which key, and until when. Nothing here is durable."""
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -18,7 +18,7 @@ class HeldState:
 
 
 class Waits:
-    """HeldState requests, by number, node, session, key and time."""
+    """Held requests, by number, node, session, key and time."""
 
     def __init__(self) -> None:
         self._held: dict[int, HeldState] = {}
@@ -76,7 +76,7 @@ class Waits:
         return held
 
     def first_for(self, scope: int, key: str) -> int | None:
-        """Who has waited longest for a key."""
+        """The request that has waited longest for a key."""
         return next(iter(self._for_key.get((scope, key), ())), None)
 
     def arrived(self, scope: int, key: str) -> list[int]:
