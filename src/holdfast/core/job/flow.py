@@ -48,7 +48,7 @@ NEWS = (
 
 @dataclass(frozen=True, slots=True)
 class JobCore:
-    """The wired core, with its machines for those who only want to look."""
+    """The wired core, with its machines, for code that only looks."""
 
     core: Core
     nodes: Nodes
@@ -144,7 +144,7 @@ def _route(job: JobCore) -> None:
     core.route(ev.NodeReady, liveness, sync, rendezvous, checkpoints, shards, hangs)
     # Several may go silent at once: nothing is built on the next when the first is lost.
     core.route(ev.NodeSilent, nodes, rendezvous, checkpoints)
-    # Nobody waits for it, and its work goes back, before a world forms without it.
+    # Waits for it end, and its work goes back, before a world forms without it.
     core.route(ev.NodeLost, tallies, liveness, sync, shards, checkpoints, rendezvous)
     core.route(ev.LeaseExpired, nodes, liveness, rendezvous)
     core.route(ev.WorldHurt, verdicts)
@@ -153,7 +153,7 @@ def _route(job: JobCore) -> None:
     core.route(ev.WorldFound, nodes, verdicts, checkpoints, tallies, shards, hangs)
     core.route(ev.WorldStarted, progress, verdicts)
     core.route(ev.FirstStepLate, progress)
-    core.route(ev.FirstStepMade, verdicts, nodes)  # budgets come back; who shall go may go
+    core.route(ev.FirstStepMade, verdicts, nodes)  # budgets come back; nodes that are to go may go
     core.route(ev.WorldDone, checkpoints)  # the end waits for what is on its way to storage
     core.route(ev.WorkSettled, verdicts)
     core.route(ev.WorldImpossible, verdicts)

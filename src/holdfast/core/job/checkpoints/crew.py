@@ -42,7 +42,7 @@ class Crew:
 
     @property
     def ring(self) -> Ring:
-        """Who keeps whose copies: made when it is asked for, which in many worlds nobody does."""
+        """Which node keeps the copies of which. Made on request: many worlds need none."""
         if self._ring is None:
             self._ring = Ring(() if self.world is None else self.world.members)
         return self._ring
@@ -82,7 +82,7 @@ class Crew:
     def is_current(self, node_id: NodeId, round_number: int) -> bool:
         """Whether a node speaks of the present round, and is part of it.
 
-        A node that has said it leaves may still ask for something: nobody would see it through.
+        A node that has said it leaves may still ask for something, and would not see it through.
         """
         return round_number == self.round and node_id in self.index and node_id in self._known
 

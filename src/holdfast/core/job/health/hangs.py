@@ -3,8 +3,8 @@
 
 A world hangs when *each* of its nodes says that it has made no step for longer than the job is
 allowed to pause. Only what nodes themselves say counts: a master that was away, a broken stream or
-a beat that is late is no evidence. Nodes that are done are not asked, and a world in which somebody
-has not made its first steps yet is never judged, so neither is a script that reports no steps.
+a beat that is late is no evidence. Nodes that are done are not asked. A world in which a node has
+not made its first steps yet is never judged, so neither is a script that reports no steps.
 
 How long a pause may be, unless the user says it in seconds:
 
@@ -54,7 +54,7 @@ class _Said:
 
     node_rank: NodeRank
     since: float
-    """When it attached: earlier nobody could have heard of its steps."""
+    """When it attached: this master cannot have heard of earlier steps."""
     steps: int = 0
     step: int = -1
     made: int = 0
@@ -90,7 +90,7 @@ class Hangs:
         # Volatile: beats say it again to a restarted master.
         self._round = Round(0)
         self._said: dict[NodeId, _Said] = {}
-        #: Those who have paused for too long, by their own last word.
+        #: Nodes that have paused for too long, by their own last word.
         self._still: set[NodeId] = set()
         #: Steps since the last hang, of the rounds that are over.
         self._made_before = 0
@@ -219,10 +219,10 @@ class Hangs:
             commit(self, outcome, replace(known, allowed_s=0.0))
 
     def _hang(self, outcome: Outcome, now: float) -> None:
-        everybody = list(self._said.values())
+        all_said = list(self._said.values())
         allowed_s = self._patience_s(now)
-        quiet_s = now - max(said.stepped_at for said in everybody)
-        behind, where = _behind(everybody)
+        quiet_s = now - max(said.stepped_at for said in all_said)
+        behind, where = _behind(all_said)
         message = (
             f"no worker has made a step for {quiet_s:.0f} s, where {allowed_s:.0f} s are allowed"
             f"{self._why_allowed()}{where}"
@@ -231,8 +231,8 @@ class Hangs:
             hung = replace(
                 self._known,
                 allowed_s=FACTOR * allowed_s,
-                hung_step=max(said.step for said in everybody),
-                hung_after=max(said.made for said in everybody),
+                hung_step=max(said.step for said in all_said),
+                hung_after=max(said.made for said in all_said),
             )
             commit(self, outcome, hung)
         outcome.facts.append(
@@ -265,12 +265,12 @@ class Hangs:
             yield self._known
 
 
-def _behind(everybody: list[_Said]) -> tuple[NodeRank, str]:
+def _behind(all_said: list[_Said]) -> tuple[NodeRank, str]:
     """Who made the fewest steps, and that in words; node rank -1 when all are equal."""
-    if len(everybody) == 1:
-        return everybody[0].node_rank, ""
-    first = min(everybody, key=lambda said: (said.steps, said.step))
-    last = max(everybody, key=lambda said: (said.steps, said.step))
+    if len(all_said) == 1:
+        return all_said[0].node_rank, ""
+    first = min(all_said, key=lambda said: (said.steps, said.step))
+    last = max(all_said, key=lambda said: (said.steps, said.step))
     if (first.steps, first.step) == (last.steps, last.step):
         return NodeRank(-1), "; all nodes are at the same step"
     few, most = (first.step, last.step) if first.step != last.step else (first.steps, last.steps)

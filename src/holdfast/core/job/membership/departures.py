@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that shall go, and what they hold in memory until then.
+"""Nodes that are to go, and what they hold in memory until then.
 
 A part of `nodes`. A node that has a place in the world keeps it until a world without it has formed
 and made a step: its parts of the newest checkpoint may be nowhere else. Only then is the platform
@@ -17,17 +17,17 @@ from holdfast.model.ids import NodeId
 from holdfast.model.node import ExitReason, Phase
 
 LEAVE_S = 60.0
-"""How long a node without a place in the new world is kept if nobody is seen to make a step."""
+"""How long a node without a place in the new world is kept if no step is heard of."""
 
 
 class Departures:
-    """Who goes when. That a node shall go is durable, in the node table."""
+    """Which node goes when. That a node is to go is durable, in the node table."""
 
     def __init__(self, table: NodeTable) -> None:
         self._table = table
         #: The nodes of the present world while it holds.
         self.world: frozenset[NodeId] = frozenset()
-        #: When those who shall go, and have no place in it, are removed at the latest.
+        #: When nodes that are to go, and have no place in it, are removed at the latest.
         self._leave_at: float | None = None
         #: Those whose removal this master has asked for.
         self._removed: set[NodeId] = set()
@@ -59,7 +59,7 @@ class Departures:
             self.leave(outcome, (newcomer.replaces,), why)
 
     def _drop(self, outcome: Outcome, node: NodeState, why: str) -> None:
-        """End a node of which no agent has come: it holds nothing that anybody needs."""
+        """End a node of which no agent has come: it holds nothing that is needed."""
         self._table.end(outcome, node, Phase.GONE, ExitReason.KILLED, why, proven=True)
         outcome.commands.append(RemoveNode(node.node_id))
 
@@ -69,7 +69,7 @@ class Departures:
             outcome.commands.append(RemoveNode(node_id))
 
     def let_go(self, outcome: Outcome) -> None:
-        """Remove those without a place in the world: nobody needs what they hold any more."""
+        """Remove those without a place in the world: what they hold is not needed any more."""
         self._leave_at = None
         for node_id in self._table.leaving:
             if node_id not in self.world:
@@ -82,7 +82,7 @@ class Departures:
             self._leave_at = now + LEAVE_S
 
     def broke(self, outcome: Outcome) -> None:
-        """No world holds anybody any more."""
+        """No world holds any node any more."""
         self.world = frozenset()
         self.let_go(outcome)
 

@@ -29,7 +29,7 @@ class NodeState:
     node_id: NodeId
     node_rank: NodeRank
     phase: Phase = Phase.INITIAL
-    #: Since when it is in this phase; 0: nobody knows.
+    #: Since when it is in this phase; 0: not known.
     phase_at_s: float = 0.0
     incarnation: Incarnation = _NEVER_MET
     #: Empty until an agent process was admitted under this id.
@@ -52,7 +52,7 @@ class NodeState:
     cpu_milli: int = 0
     group: int = -1
     replaces: NodeId = NOBODY
-    #: Since when its rank has no agent, as long as it has none itself; -1: nobody knows.
+    #: Since when its rank has no agent, as long as it has none itself; -1: not known.
     down_since_s: float = -1.0
     #: On its host: the output of its workers.
     log_dir: str = ""
@@ -135,7 +135,7 @@ class NodeTable:
         self.next_incarnation = 1
         #: No rank below this one is free.
         self.rank_hint = 0
-        #: Live nodes that shall go, in that order.
+        #: Live nodes that are to go, in that order.
         self.leaving: dict[NodeId, None] = {}
         #: Live nodes that the platform has no place for yet, and since when: longest first.
         self.pending: dict[NodeId, float] = {}
@@ -296,7 +296,7 @@ class NodeTable:
         self._successors.pop(node.replaces, None)
         if not was_final and self.live_by_rank.get(node.node_rank) == node.node_id:
             self._vacate(node)
-        # Of an ended node only its key matters: whoever still uses it must be turned away. An older
+        # Only the key of an ended node matters: an agent that still uses it is refused. An older
         # one is recognised by the incarnation it brings, so one ended node per rank is enough;
         # unless an older one may still run.
         known = self.ended_by_rank.get(node.node_rank, node.node_id)

@@ -81,7 +81,7 @@ class Nodes:
         #: Volatile: what the agents are told when they attach.
         self._generation = 0
         self._round = Round(0)
-        #: Whether somebody launches nodes with agents.
+        #: Whether a platform launches nodes with agents.
         self._has_platform = spec.managed and WORKER not in spec.roles
 
     # ---- decisions ------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Nodes:
         behind = why_behind(attach, table)
         if behind:
             outcome.facts.append(ev.JournalBehind(behind))
-            # Whoever is let in hears it as the end of the job.
+            # Admitted agents learn it from the end of the job; only others need the refusal.
             refusal = refusal and m.Refused("fenced", behind)
         if refusal is not None:
             outcome.commands.append(Reply(event.link, event.call, refusal))
@@ -187,7 +187,7 @@ class Nodes:
             self._open(outcome, rules_of_agent(attach, table))
         former = table.by_key.get(attach.ended_key)
         if former is not None and not table.nodes[former].proven:
-            # It was given up and has ended its workers: nobody has to wait for its lease.
+            # It was given up and has ended its workers: its lease need not be waited for.
             outcome.facts.append(ev.LeaseExpired(former))
         known = table.by_key.get(attach.agent_key)
         node = table.nodes[known] if known is not None else self._admit(outcome, attach)
@@ -214,7 +214,7 @@ class Nodes:
             self._fleet.departures.make_room(outcome, node)
 
     def _admit(self, outcome: Outcome, attach: m.Attach) -> NodeState:
-        """Give a new agent process its identity, and fence whoever had its rank."""
+        """Give a new agent process its identity, and fence the agent that had its rank."""
         table = self._table
         if attach.node_id >= 0:
             node_id = NodeId(attach.node_id)
@@ -350,7 +350,7 @@ class Nodes:
         return {n.node_id: n.process for n in nodes if n.phase is Phase.RUNNING and n.process}
 
     def wanted(self) -> dict[str, object]:
-        """What the job shall be, as people asked for it."""
+        """The requested size and state of the job."""
         wanted = self._table.wanted
         return {"nodes": wanted.nodes or self._spec.max_nodes, "suspended": wanted.suspended}
 
@@ -361,7 +361,7 @@ def _found(table: NodeTable) -> Iterator[Event]:
         if node.phase is Phase.RUNNING and node.agent_key:
             yield ev.NodeExpected(node.node_id)
         elif not node.proven:
-            # Nobody knows how much of its lease is left: it gets a whole one.
+            # How much of its lease is left is not known: it gets a whole one.
             why = "it was lost before the master restarted"
             yield ev.NodeLost(node.node_id, node.node_rank, ExitReason.LOST, why, proven=False)
 

@@ -23,13 +23,13 @@ class Muster:
         self.absent: set[NodeId] = set()
         #: Ready, but their workers would start cold: a healthy world is not stopped for them yet.
         self.cold: set[NodeId] = set()
-        #: They shall go: there is no place for them in the next world.
+        #: Told to leave: excluded from the next world.
         self.leaving: set[NodeId] = set()
         #: Ready, but another node has their rank until it goes.
         self._standing_by: dict[NodeId, NodeId] = {}
         #: Nodes that went silent and whose leases still run: they may not be dead at all.
         self._leased: set[NodeId] = set()
-        #: Worlds that were replaced, and that nobody has been seen to leave.
+        #: Worlds that were replaced, and that no node has been seen to leave.
         self._unstopped: list[frozenset[NodeId]] = []
 
     def validate(self) -> None:
@@ -69,7 +69,7 @@ class Muster:
             self._leased.add(node_id)
 
     def leave(self, node_ids: Iterable[NodeId]) -> None:
-        """These shall go, and others may have their places."""
+        """These nodes are to go, and others may have their places."""
         self.leaving.update(node_ids)
         self._free_places(self.leaving)
 
@@ -100,17 +100,17 @@ class Muster:
         self._unstopped = [frozenset(map(NodeId, world)) for world in worlds]
 
     def is_leased(self, world: Collection[NodeId]) -> bool:
-        """Whether nobody of the world is here to stay, and somebody of it may not be dead."""
+        """Whether no node of the world is here to stay, and one of them may not be dead."""
         if not (self._leased or self.leaving) or self.keeps_one_of(world):
             return False
         return any(node_id in self._leased or node_id in self.leaving for node_id in world)
 
     def keeps_one_of(self, world: Collection[NodeId]) -> bool:
-        """Whether somebody of the world is here to stay."""
+        """Whether a node of the world is here to stay."""
         return any(node_id in self.ready and node_id not in self.leaving for node_id in world)
 
     def has_unstopped(self) -> bool:
-        """Whether a world may still compute of which nobody is here to be told.
+        """Whether a world may still compute that has no node here to be told.
 
         It takes all its nodes to compute: it is over if one of them is neither here nor expected
         nor under a lease, as a restarted master may find.
@@ -146,23 +146,23 @@ class Muster:
         return size if size >= max(rules.min_nodes, 1) else 0
 
     def is_complete(self, rules: JobRules, size: int, *, growing: bool, begins: bool) -> bool:
-        """Whether nobody who is expected is missing."""
+        """Whether every node that is expected is here."""
         if size == rules.max_nodes - rules.max_nodes % rules.node_unit:
             return not self.absent or not growing
-        # At the beginning everybody up to the maximum is expected; later, those we know.
+        # At the beginning as many as the maximum are expected; later, the nodes that are known.
         return not begins and not self.absent and not growing
 
     def spares(self, world: Collection[NodeId]) -> list[NodeRank]:
-        """The ranks of those who are ready and have no place in the world."""
+        """The ranks of nodes that are ready and have no place in the world."""
         return sorted(one.node_rank for one in self.ready.values() if one.node_id not in world)
 
     def choose(self, size: int, *, growing: bool, world: Iterable[NodeId]) -> list[Member]:
         """The members of the next world, in order.
 
-        Who may still compute comes first, beginning with one node of each world that may. Nobody
-        steps in the next world before such a member has left the one before: even if it is out of
-        reach by now, and nobody has noticed. So a newcomer never pushes a member out; and when a
-        healthy world grows, the cold stay where they are.
+        Nodes that may still compute come first, beginning with one node of each world that may. No
+        node steps in the next world before such a member has left the one before: even if that
+        member is out of reach by now, unnoticed. So a newcomer never pushes a member out; and when
+        a healthy world grows, the cold nodes stay where they are.
         """
         computing = [*self._unstopped, frozenset(world)]
         may_compute = frozenset[NodeId]().union(*computing)

@@ -5,18 +5,18 @@ The rules, in the order in which they are asked:
 
 1. A world holds at most `max_nodes`, at least `min_nodes`, and a multiple of `node_unit` nodes. It
    is never empty. Nodes beyond that wait as spares and step in when a place is free.
-2. Without a running world, one forms as soon as nobody who is expected is missing; if somebody is,
-   the last call gives them `last_call_s` from the moment a world became possible.
+2. Without a running world, one forms as soon as every expected node is there; if one is missing,
+   the last call gives it `last_call_s` from the moment a world became possible.
 3. A running world is replaced when it breaks, or, if it is healthy, when a larger one is possible
-   with nodes whose workers start warm: it is not stopped to wait for somebody's imports.
+   with nodes whose workers start warm: it is not stopped to wait for imports.
 4. A world none of whose nodes is left may still be computing behind a network partition: its
    successor waits until those nodes are proven dead or their leases have expired. If some are left,
    they have the first places in the successor, which cannot go on before they have left the other.
-5. Nodes that shall go have no place in the next world, and a healthy one is replaced because of
-   them. If all its nodes shall go it is over, and rule 4 holds for its successor.
+5. Nodes that are to go have no place in the next world, and a healthy world is replaced because
+   of them. If all its nodes are to go it is over, and rule 4 holds for its successor.
 6. Where workers fail at once again and again, the next world waits for a pause (verdicts.py).
 
-A world is agreed once and pushed; whoever missed the push gets it again when it returns.
+A world is agreed once and pushed; a node that missed the push gets it again when it returns.
 """
 
 from collections import Counter
@@ -67,7 +67,7 @@ Handled = (
 
 
 class Rendezvous:
-    """The present world and those who stand ready for the next."""
+    """The present world and the nodes that stand ready for the next."""
 
     OWNS = (rec.GenerationSet, rec.WorldAgreed, rec.RoundBroken, rec.NodeDone)
 
@@ -83,7 +83,7 @@ class Rendezvous:
         self._next_why = "the job starts"
         self._clock = JoinClock()
         self._mistakes = Mistakes()
-        #: Whether nobody is there yet: everybody up to the maximum is expected.
+        #: Whether the job begins: as many nodes as the maximum are expected.
         self._begins = True
         self._ended = False
 
@@ -194,8 +194,8 @@ class Rendezvous:
         self._clock.wait(now, self._rules.join_timeout_s, event.pause_s)
         formed = self._form(now)
         if not formed.facts:
-            # Nobody may go on computing in a world that is over.
-            # Those who shall go end by themselves, and with grace.
+            # No worker may go on computing in a world that is over. Nodes that are to go end by
+            # themselves, and with grace.
             for node_id in self._muster.ready:
                 if node_id not in self._muster.leaving:
                     outcome.commands.append(Push(node_id, self._state.stop_work()))
@@ -278,7 +278,7 @@ class Rendezvous:
             return True
         if growing:
             # A verdict is on its way; or nothing is to be gained; or work that is finished would
-            # be started again for a newcomer; or nobody of the present world would be in the next.
+            # be started again for a newcomer; or no node of the present world would be in the next.
             index = self._state.index
             is_same = size <= len(index) and self._muster.leaving.isdisjoint(index)
             is_judged_soon = self._hurt or self._mistakes.is_open
