@@ -31,14 +31,14 @@ MISTAKES = (
     ),
     # A case that is missing.
     Planted(
-        f"{CORE}/verdicts.py",
+        f"{CORE}/health/verdicts.py",
         "            case ev.JobSuspended():\n                return self._pause()\n",
         "",
         'Argument 1 to "assert_never" has incompatible type "JobSuspended"',
     ),
     # Something else than a record among the records of a machine.
     Planted(
-        f"{CORE}/rendezvous.py",
+        f"{CORE}/rendezvous/rendezvous.py",
         "OWNS = (rec.GenerationSet, ",
         "OWNS = (ev.WorldHurt, ",
         'incompatible type "Rendezvous"',
