@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold in every run, whatever goes wrong. The checkers know the truth: they are told by
-the models what really happened, not by the cores what these believe."""
+"""Invariants of every run, whatever goes wrong. The checkers know the truth: the models tell them
+what really happened, not what the cores believe."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ Sample = tuple[int, int]
 """The epoch and the number; of a stream the partition and the offset."""
 
 RESTARTS_PER_FAULT = 2
-"""What one fault may cost at most; those that hit many nodes at once may cost one for each."""
+"""The most restarts that one fault may cause; a fault of many nodes may cause one for each node."""
 
 SETTLED_S = 60.0
-"""So long after the last fault nothing is restarted any more."""
+"""A restart later than this after the last fault is a violation."""
 
 
 _MOMENTS = {
@@ -45,7 +45,7 @@ class Violation(AssertionError):
 
 
 class Checkers:
-    """Told of everything; raises Violation at once."""
+    """Hears of everything that happens, and raises Violation at once."""
 
     def __init__(self, scenario: Scenario, history: History) -> None:
         self._scenario = scenario
@@ -56,14 +56,14 @@ class Checkers:
         self.copies = CopyChecker(self.fail)
         self.plans = PlanChecker(self.fail, scenario.nodes)
         self.cuts = 0
-        #: Told of the moments that scenario.MOMENTS names.
+        #: Called with each moment that scenario.MOMENTS names.
         self.at_moment: Callable[[str], None] = lambda moment: None
         self._spec = scenario.spec()
         self._restarts: Counter[ExitReason] = Counter()
         self._is_count_lost = False
-        #: Restarts that an earlier one stands for: nodes that are lost together.
+        #: Restarts that cost no budget: an earlier restart already counts for nodes lost together.
         self._following = 0
-        #: Of these, what training has brought back.
+        #: Restarts by reason that training progress gave back to the budget.
         self._back: defaultdict[ExitReason, float] = defaultdict(float)
         self._relaunches: Counter[tuple[int, ExitReason]] = Counter()
         self.rounds = 0
@@ -71,9 +71,9 @@ class Checkers:
         self.newest = NONE
         self.commits = self.restores = 0
         self._agreed: dict[tuple[int, int], Version] = {}
-        #: By version and rank: what the rank had trained on in its lineage.
+        #: By version and rank: the samples that the rank had trained on in its lineage.
         self._models: dict[Version, dict[int, list[Sample]]] = {}
-        #: By lineage: what the model had been trained on before it began.
+        #: By lineage: the samples that the model had been trained on before the lineage began.
         self._bases: dict[int, Counter[Sample]] = {}
         self._lines: dict[int, Counter[Sample]] = {}
         self.end: rec.JobClosed | None = None
@@ -90,11 +90,11 @@ class Checkers:
         self.copies.began(run.round, run.group_size, place)
 
     def worker_failed(self, round_number: int) -> None:
-        """A worker of this round has ended, and not well, or somebody has stopped it."""
+        """A worker of this round has failed, or another program has stopped it with a signal."""
         self._failed_rounds.add(round_number)
 
     def stepped(self, place: str, run: m.RunWorld, rank: int, step: int) -> None:
-        """A worker finished a step: nobody of a newer generation may have done so before."""
+        """A worker finished a step: no worker of a newer generation may have stepped before."""
         self._history.note(f"{place} rank {rank} steps {step} in round {run.round}")
         self.worlds.stepped(place, run, self._history.now)
         self.plans.stepped(self._history.now)
@@ -102,7 +102,7 @@ class Checkers:
     # ---- the master -----------------------------------------------------------------------------
 
     def durable(self, records: Sequence[Record], facts: Sequence[Event]) -> None:
-        """The master has written this, and acts upon it."""
+        """The master has written these records, and acts upon them."""
         for record in records:
             self._count(record)
             self.plans.durable(record, self._history.now)
@@ -122,7 +122,7 @@ class Checkers:
                 self.at_moment(_MOMENTS[type(fact)])
 
     def counts_forgotten(self) -> None:
-        """The disk lied: what the master had counted may be gone, and is counted again."""
+        """The disk lied: counts of the master may be lost, and the master counts again."""
         self._is_count_lost = True
 
     def _count(self, record: Record) -> None:
@@ -142,7 +142,8 @@ class Checkers:
                 if self._relaunches[key] > limit and not self._is_count_lost:
                     self.fail(f"node rank {record.node_rank} relaunched too often")
             case rec.WorldAgreed():
-                # A disk that lies may forget a round of which nobody was told: it is agreed anew.
+                # A disk that lies may lose a round that no node heard of: the master agrees on it
+                # again.
                 self.rounds = max(self.rounds, record.world.round)
                 self.worlds.agreed(record.world)
                 if record.planned:
@@ -181,14 +182,14 @@ class Checkers:
         return limit - self._restarts[reason] + self._back[reason]
 
     def _is_used_up(self) -> bool:
-        """Whether some budget has nothing left."""
+        """Whether some budget is used up."""
         if any(self._restarts_left(reason) < 1 for reason in ExitReason):
             return True
         limits = self._spec.node_relaunches
         return any(used >= limits[reason] for (_, reason), used in self._relaunches.items())
 
     def replay_is_exact(self, live: JobCore, replayed: JobCore) -> None:
-        """What the journal leads to is what the living master had."""
+        """A replay of the journal gives the state that the living master had."""
         ours = Counter(encode_record(record) for record in live.core.snapshot())
         theirs = Counter(encode_record(record) for record in replayed.core.snapshot())
         if ours != theirs:
@@ -214,7 +215,7 @@ class Checkers:
             self.fail(f"{version} is committed without saying how far its data were")
 
     def written_twice(self, attempt: str, part: str, *node_ids: int) -> None:
-        """A part of an attempt is written twice: one writer must be lost, which is bad enough."""
+        """Two nodes write a part of one attempt at once: allowed only if one of them is lost."""
         if self._lost_nodes.isdisjoint(node_ids):
             self.fail(f"{part} is written twice at once in {attempt}")
 
@@ -224,12 +225,13 @@ class Checkers:
         if fact.version < self.newest:
             self.fail(f"{fact.version} is restored, but {self.newest} is committed")
         if not self._scenario.samples:
-            # With data, a version of which no position is known yet is passed over.
+            # With data, the master passes over a version whose data position is not known yet.
             self.copies.restored(fact.round, fact.version)
 
     def _lineage_began(self, lineage: int, version: Version) -> None:
-        """What is in the model that a lineage begins with. By the record, not by the fact: a master
-        that dies in between tells nobody of it, and the next one acts upon it all the same."""
+        """Compute what the model holds when a lineage begins. This follows the record, not the
+        fact: if the master dies in between, no checker hears the fact, but the next master acts
+        upon the record."""
         base: Counter[Sample] = Counter()
         if version != NONE:
             base += self._bases[version.lineage]
@@ -239,7 +241,7 @@ class Checkers:
         self._lines[lineage] = Counter(base)
 
     def restored(self, run: m.RunWorld, rank: int, prepared: Version, plan: RestorePlan) -> None:
-        """A rank goes on from a version: the same for all ranks, and it must have it."""
+        """A rank goes on from a version: all ranks go on from the same one, and the rank has it."""
         if prepared != plan.version:
             self.fail(f"rank {rank} goes on from {plan.version} but has {prepared}")
         agreed = self._agreed.setdefault((run.round, plan.lineage), plan.version)
@@ -247,7 +249,7 @@ class Checkers:
             self.fail(f"in round {run.round} ranks restore {agreed} and {plan.version}")
 
     def saved(self, version: Version, rank: int, trained: list[Sample]) -> None:
-        """A rank saves: a version names one state."""
+        """A rank saves: a rank has only one state under one version."""
         ranks = self._models.setdefault(version, {})
         if ranks.setdefault(rank, list(trained)) != trained:
             self.fail(f"rank {rank} has two states of {version}")
@@ -258,7 +260,7 @@ class Checkers:
     # ---- data -----------------------------------------------------------------------------------
 
     def consumed(self, run: m.RunWorld, lineage: int, of: int, at: int) -> None:
-        """A sample goes into the model: it exists, and it must not be there yet."""
+        """A sample goes into the model: the sample exists, and is not in the model yet."""
         line = self._lines[lineage]
         line[of, at] += 1
         if line[of, at] > 1:
@@ -267,7 +269,8 @@ class Checkers:
             self.fail(f"sample {(of, at)} is read before it is written")
 
     def check_end(self, newest: Version, refused: set[Version]) -> None:
-        """The job is over. `newest` is what is on storage, `refused` what could not get there."""
+        """The job is over. `newest` is the newest version on storage; versions in `refused` could
+        not be written there."""
         if self.end is None:
             self.fail("the job does not come to its end")
             return
@@ -296,7 +299,8 @@ class Checkers:
             self.fail(f"the job failed with budgets left: {end.reason}")
 
     def _check_model(self, newest: Version) -> bool:
-        """No sample is twice in the model on storage; whether it has been trained on everything."""
+        """Fail if a sample is twice in the model on storage; return whether all samples are in
+        it."""
         if newest == NONE:
             return False
         if not self._scenario.samples:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Virtual time: what happens when, in an order that one seed decides.
 
-Whatever happens is an action at a time; of two at the same time the one that was planned first
-comes first. A *task* is a coroutine that waits for virtual time or for promises, so that a model
-of something that takes long reads from top to bottom.
+Everything that happens is an action at a time; of two actions at the same time, the one planned
+first runs first. A *task* is a coroutine that waits for virtual time or for promises, so that a
+model of something that takes long reads from top to bottom.
 """
 
 from collections.abc import Callable, Coroutine, Generator
@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 
 class Timer:
-    """An action that is planned."""
+    """A planned action."""
 
     __slots__ = ("action", "at")
 
@@ -27,7 +27,7 @@ class Timer:
 
 
 class Promise(Generic[Value]):
-    """A value that will be there once; tasks wait for it with `await`."""
+    """A value that arrives once; tasks wait for it with `await`."""
 
     def __init__(self, clock: "Clock") -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class Promise(Generic[Value]):
         return bool(self._value)
 
     def keep(self, value: Value) -> None:
-        """The value is there. The first one counts."""
+        """Set the value. Only the first value counts."""
         if self._value:
             return
         self._value.append(value)
@@ -57,7 +57,7 @@ class Promise(Generic[Value]):
 
 
 class Task:
-    """A coroutine on its way."""
+    """A running coroutine."""
 
     def __init__(self, clock: "Clock", coroutine: Coroutine[Any, None, None]) -> None:
         self._coroutine = coroutine
@@ -76,14 +76,14 @@ class Task:
         promise.add_waiter(self)
 
     def cancel(self) -> None:
-        """It goes no further. Not to be called by the task itself."""
+        """Stop it where it waits. The task itself must not call this."""
         if not self.is_over:
             self.is_over = True
             self._coroutine.close()
 
 
 class Clock:
-    """Virtual time in seconds, and what is planned."""
+    """Virtual time in seconds, and the planned actions."""
 
     def __init__(self) -> None:
         self.now = 0.0

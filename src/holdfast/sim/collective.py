@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a world do together: a step ends when all of them have come to it."""
+"""What the ranks of a world do together: a step ends when all ranks have reached its end."""
 
 from holdfast.sim.clock import Clock, Promise
 
 
 class Collective:
-    """The ranks of one world. Whoever dies on the way leaves the others waiting, or with an error
-    (`is_loud`), as the library of the collective has it."""
+    """The ranks of one world. A rank that dies during a step leaves the others waiting, or with an
+    error (`is_loud`), depending on the collective's library."""
 
     def __init__(self, clock: Clock, world_size: int, *, is_loud: bool) -> None:
         self._clock = clock
@@ -17,8 +17,8 @@ class Collective:
         self._is_broken = False
 
     def meet(self, rank: int, *, is_finished: bool) -> Promise[bool | None]:
-        """Come to the end of a step; kept when all have, with whether all are finished, or with
-        None if some rank never will."""
+        """Reach the end of a step. The promise is kept when all ranks have: with whether all are
+        finished, or with None if some rank never will."""
         promise = self._all_there
         self._arrived[rank] = is_finished
         if self._is_broken:
@@ -30,7 +30,7 @@ class Collective:
         return promise
 
     def leave(self) -> None:
-        """A rank is gone: nothing is done together any more."""
+        """A rank is gone: the ranks complete no more steps together."""
         self._is_broken = True
         self._fail()
 

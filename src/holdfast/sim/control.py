@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who decides in a simulated job: the real core of the master, or a few rules for other policies.
+"""What decides in a simulated job: the real core of the master, or a few rules for other policies.
 
 Both are told the same things about machines, and answer with the same kind of decision. The rules
-exist for policies that are not ours, and because they are fast: a test holds them to the core.
+exist for policies that are not Holdfast's, and because they are fast: a test compares them with the
+core.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ WORKERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows from what happened."""
+    """What the control decides after an event."""
 
     broken: bool = False
     formed: tuple[int, ...] | None = None
@@ -47,7 +48,7 @@ class Control(Protocol):
     """The deciding side of a job."""
 
     events: int
-    """How much it was told, and how much it told others."""
+    """How many messages it was given, and how many it gave."""
 
     def start(self) -> Decision:
         """Order the nodes of the job."""
@@ -65,16 +66,16 @@ class Control(Protocol):
         """The workers of the world run."""
 
     def deadline(self) -> float | None:
-        """When it next wants to be told the time."""
+        """When it next needs a call of `tick`."""
 
     def tick(self, now: float) -> Decision:
         """Time has passed."""
 
 
 def spec_without_beats(nodes: int, min_nodes: int, spares: int, grace_s: float) -> JobSpec:
-    """A job whose agents say only what changes something, and whose budgets never end.
+    """The spec of a job whose agents report only changes, and whose budgets never end.
 
-    A core that hears of no steps would never give back what a job uses of its budgets.
+    The core hears of no steps here, so it would never give back what a job uses of its budgets.
     """
     return JobSpec(
         min_nodes=min_nodes,
@@ -104,11 +105,12 @@ def failed_worker() -> m.FailureInfo:
 
 
 class CoreControl:
-    """The real core of a master, with agents that say only what changes something.
+    """The real core of a master, with agents that report only changes.
 
-    Beats are left out: the job is told to wait for them forever, and what silence costs is a stage
-    of the policy. So is what workers ask the ledgers. That workers have started is reported by one
-    node of each world, of the world before if possible: so the core knows that the old one is over.
+    Beats are left out: the core waits for them forever, and the time that silence costs is a stage
+    of the policy. Requests of workers to the ledgers are left out too. One node of each world
+    reports that the workers have started, a node of the previous world if possible: this tells the
+    core that the previous world is over.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class RulesControl:
         #: Machines whose connection broke, until they count as lost.
         self._leaving: list[tuple[float, int]] = []
         self._absent: dict[int, int] = {}
-        #: When a world forms without those who are expected.
+        #: When a world forms without the nodes that are still expected.
         self._form_at: float | None = None
         self.events = 0
 

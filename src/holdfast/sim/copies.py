@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a node's parts on other nodes, as agent/vault/copies.py has it: one version after the
-other, and the newest that is safe stays where it is until a newer one is.
+"""Copies of a node's parts on other nodes, like agent/vault/copies.py: one version at a time, and
+the newest safe version stays where it is until a newer one is safe.
 
-Here a save never waits for a slot. So when copies are slow, the newest version is next, and those
-before it are skipped.
+In this model a save never waits for a slot. So when copies are slow, the newest version is copied
+next, and the versions before it are skipped.
 """
 
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ class Copies:
         self._safe = NONE
 
     def begin_round(self, round_number: int) -> None:
-        """Other nodes may be there now."""
+        """A new round begins: other nodes may be reachable now."""
         self._round, self._peers = round_number, None
         self._due.clear()
 
@@ -75,7 +75,7 @@ class Copies:
         self._safe = version
 
     async def _copy(self, step: SavedStep, round_number: int) -> str:
-        """Send every part to every peer; the ledger replaces peers with which that fails."""
+        """Send every part to every peer; the ledger replaces a peer when the copy to it fails."""
         replicas = self._stage.scenario.replicas
         if self._peers is None:
             ask = c.PeersAsk(round_number, replicas, 0)
@@ -107,12 +107,13 @@ class Copies:
         for part in step.parts:
             if self._memory.copies[step.version, part].is_rotten:
                 return False
-            # What is the same on all nodes has its copies already.
+            # The shared part is the same on all nodes: each node has it already.
             if part != SHARED:
                 other.memory.keep(step.version, part, step.shape, self._safe)
         return True
 
     async def _give_up(self, version: Version, round_number: int, problem: str) -> None:
-        """Nobody shall wait for this node's copies of this version, or of one before it."""
+        """Tell the ledger not to wait for this node's copies of this version, or of earlier
+        ones."""
         failed = c.CopyFailed(DIRECTORY, round_number, version, problem)
         await self._agent.stream.ask(failed, c.Peers)

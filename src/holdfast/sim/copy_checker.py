@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold for copies on other nodes: what the ledger calls safe is there when one node of
-the world is lost, unless it rotted or could not be read."""
+"""Invariants of copies on other nodes: a version that the ledger calls safe survives the loss of
+one node of the world, unless it rotted or could not be read."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from holdfast.model.checkpoint import Version
 
 
 class CopyChecker:
-    """Knows who has copied what, and whose memory is gone."""
+    """Knows which nodes have copied which versions, and which machines lost their memory."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         self._fail = fail
@@ -29,11 +29,11 @@ class CopyChecker:
         self._members.setdefault(round_number, set()).add(place)
 
     def copied(self, round_number: int, version: Version, place: str) -> None:
-        """A node has its parts of a version elsewhere."""
+        """A node has its parts of a version on other nodes."""
         self._copied.setdefault((round_number, version), set()).add(place)
 
     def safe(self, round_number: int, version: Version) -> None:
-        """The ledger says that every node of the round has its copies elsewhere."""
+        """The ledger says that every node of the round has its copies on other nodes."""
         size, copied = self._sizes[round_number], len(self._copied[round_number, version])
         if copied != size:
             self._fail(f"{version} is called safe when {copied} of {size} nodes have copied it")
@@ -51,7 +51,7 @@ class CopyChecker:
         return version in self._rotten
 
     def unreadable(self, round_number: int) -> None:
-        """Somebody could not get a copy in this round: it may be passed over."""
+        """A node could not get a copy in this round: the restore may pass over it."""
         self._unreadable.add(round_number)
 
     def forgotten(self) -> None:
@@ -59,7 +59,7 @@ class CopyChecker:
         self._safe = None
 
     def restored(self, round_number: int, version: Version) -> None:
-        """All ranks go on from this version: not from an older one than what was safe."""
+        """All ranks go on from this version: it is not older than the safe version."""
         if self._safe is None:
             return
         (in_round, safe), self._safe = self._safe, None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where people ask for changes of a running job, as ports/desk.py promises it: every plan comes at
-least once and in order. One whose answer was lost comes again, also to the next master."""
+"""The requests of people for changes of a running job, as ports/desk.py promises them: every plan
+arrives at least once and in order. A plan whose answer was lost arrives again, also at the next
+master."""
 
 from collections.abc import Callable
 from random import Random
@@ -9,13 +10,13 @@ from holdfast.model.order import Plan
 from holdfast.sim.clock import Clock
 
 AGAIN_S = 30.0
-"""How long a plan whose answer was lost waits before it is told again."""
+"""How long a plan whose answer was lost waits before it is delivered again."""
 
 Tell = Callable[[Plan], None]
 
 
 class Desk:
-    """Plans that are not answered yet."""
+    """Plans without an answer yet."""
 
     def __init__(self, clock: Clock, rng: Random) -> None:
         self._clock = clock
@@ -29,7 +30,7 @@ class Desk:
         self._bring(plan)
 
     def watch(self, tell: Tell) -> None:
-        """A new master: it is told every plan that is not answered."""
+        """A new master: deliver it every plan without an answer."""
         self._tell = tell
         for plan in self._open.values():
             self._bring(plan)
@@ -40,7 +41,7 @@ class Desk:
         self._clock.at(self._arrives_at, lambda: tell(plan))
 
     def answer(self, plan_id: str) -> None:
-        """The master says what became of a plan; every other answer does not arrive."""
+        """The master says what became of a plan; half of the answers are lost."""
         plan = self._open.get(plan_id)
         if plan is None:
             return

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk of the master: its journal as bytes, of which a crash keeps what was synced.
+"""The master's disk: its journal as bytes; a crash keeps what was synced.
 
-Each batch of entries is one record with its length and checksum, as a write-ahead log has it: a
-batch that was torn by a crash is not there at all. A batch that was whole on the disk when the
-master died is there, although nobody was ever told.
+Each batch of entries is one record with its length and checksum, as in a write-ahead log: a batch
+that a crash tore does not exist after it. A batch that was whole on the disk when the master died
+does exist, although the master told no node of it.
 
-A disk that lies has said that it synced what it only had in a cache. When the machine loses power,
-an earlier state is there, whole: the checksums rule everything else out.
+A lying disk has reported a sync of bytes that it only had in a cache. After a loss of power an
+earlier state is there, and it is whole: the checksums rule out everything else.
 """
 
 import struct
@@ -23,29 +23,29 @@ _HEAD = struct.Struct("<II")
 _batches = msgspec.msgpack.Decoder(tuple[int, list[tuple[float, float, bytes]]])
 
 CACHED_SYNCS = 20
-"""How many of the last syncs a disk that lies may have in its cache only."""
+"""How many of the last syncs a lying disk may have only in its cache."""
 
 
 class Disk:
-    """What is written, what of it is safe, and how fast it is."""
+    """What is written, which part of it is safe, and how fast the disk is."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._synced = b""
         self._written = b""
-        #: The number of the last entry that is safe, and of the last that is written.
+        #: The number of the last safe entry, and of the last written entry.
         self.end = 0
         self._written_end = 0
-        #: What was safe before each of the last syncs.
+        #: The safe bytes before each of the last syncs.
         self._earlier: deque[bytes] = deque(maxlen=CACHED_SYNCS)
         self.slow_until = self.full_until = 0.0
-        #: What a crash kept of a batch that was not synced begins here.
+        #: Here begins what a crash kept of a batch that was not synced.
         self._untold_from = 0
         self.untold: list[Entry] = []
-        """Entries that are there although the master that wrote them never knew."""
+        """Entries that are on the disk although the master that wrote them never learned it."""
 
     def load(self) -> list[Entry]:
-        """What a new master finds: whole batches, in order."""
+        """The entries that a new master finds: whole batches, in order."""
         entries: list[Entry] = []
         position = self.end = 0
         self.untold = []
@@ -64,7 +64,7 @@ class Disk:
         return entries
 
     def write(self, entries: Sequence[Entry], now: float) -> float | None:
-        """Begin to write a batch; how long the sync takes, None if the disk is full."""
+        """Begin to write a batch; returns how long the sync takes, or None if the disk is full."""
         if now < self.full_until:
             return None
         self._written_end = self.end + len(entries)
@@ -79,22 +79,22 @@ class Disk:
         self._untold_from = len(self._synced)
 
     def sync(self) -> None:
-        """What was written is safe, unless the disk lies."""
+        """Make the written bytes safe, unless the disk lies."""
         self._earlier.append(self._synced)
         self._synced, self.end = self._written, self._written_end
         self._untold_from = len(self._synced)
 
     def crash(self) -> None:
-        """Of what was not synced any beginning may be there; often all of it, or nothing."""
+        """Keep any prefix of the bytes that were not synced; often all of them, or none."""
         unsafe = len(self._written) - len(self._synced)
         self._untold_from = len(self._synced)
         kept = self._rng.choice((0, unsafe, self._rng.randint(0, unsafe)))
         self._synced = self._written[: len(self._synced) + kept]
 
     def lose_power(self) -> None:
-        """The last syncs were lies: what was there before one of them is there again.
+        """The last syncs were lies: go back to the state before one of them.
 
-        Never nothing at all: a master without any journal begins another job.
+        Never to an empty journal: a master without any journal begins another job.
         """
         earlier = [state for state in self._earlier if state]
         if earlier:

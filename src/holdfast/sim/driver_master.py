@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One life of the real master in driver mode, wired as master/process.py does it."""
+"""One life of the real master in driver mode, connected as master/process.py does it."""
 
 import asyncio
 from functools import partial
@@ -24,7 +24,7 @@ _TELLING = (
     *(ev.RestoreAgreed, ev.NodeLost, ev.GenerationRaised, ev.WorldHurt),
     *(ev.WorldFormed, ev.AttemptOpened, ev.PlanSettled),
 )
-"""What the checkers hear of."""
+"""The facts that the checkers hear of."""
 
 
 class Master:
@@ -78,7 +78,8 @@ class Master:
             self._drivers.say(f"master {text}")
 
     async def come_to_rest(self) -> None:
-        """Wait until everything is on the disk, where it must be as it is in memory."""
+        """Wait until everything is on the disk, then check that a replay gives the state in
+        memory."""
         if self._engine is None:
             return
         await self._engine.driver.drain()
@@ -88,7 +89,7 @@ class Master:
             self._drivers.checkers.replay_is_exact(self._engine.core, again)
 
     def kill(self) -> Disk:
-        """It dies between any two callbacks; what the next one finds is returned."""
+        """Kill it between any two callbacks; returns the disk that the next master finds."""
         self.process.end()
         if self._engine is not None:
             self._engine.driver.stop()

@@ -44,8 +44,8 @@ class Node:
         node_id: int,
         ended: Callable[["Node", int, bool], None],
     ) -> None:
-        """`number` tells the agent processes of a place apart. `ended` is told with which code it
-        ended, and whether anybody is there to say so."""
+        """`number` tells the agent processes of a place apart. `ended` is called with the exit
+        code, and with whether the machine is still there to report it."""
         self.place = place
         self.process = Process(place)
         self._drivers = drivers
@@ -108,12 +108,13 @@ class Node:
     # ---- what happens to it ---------------------------------------------------------------------
 
     def hurt_worker(self, fault: Fault) -> None:
-        """Something happens to the first worker, if there is one."""
+        """A fault hits the first worker, if there is one."""
         for worker in self._workers()[:1]:
             self.process.run(partial(worker.hurt, fault.kind, fault.seconds))
 
     def rot(self) -> Version | None:
-        """A byte in its memory flips: of which version; None if there was nothing."""
+        """A byte in its memory flips. Returns the version it belongs to; None if there was no
+        byte."""
         return None if self._arena is None else self._arena.rot()
 
     def terminate(self) -> None:
@@ -125,18 +126,18 @@ class Node:
             self._agent.shut_down("it was told to go", 143)
 
     def kill(self) -> None:
-        """SIGKILL: its workers go with it, what is in memory stays on the machine."""
+        """SIGKILL: its workers die with it, its memory stays on the machine."""
         self.end(-9, is_told=True)
 
     def end(self, code: int, *, is_told: bool) -> None:
-        """Its process is over; `is_told`: its machine is there to say so."""
+        """Its process is over; `is_told`: its machine is still there to report it."""
         if self.process.is_alive:
             self._drivers.say(f"{self.place} ends with {code}")
             self.cease(is_told=is_told)
             self._ended(self, code, is_told)
 
     def cease(self, *, is_told: bool) -> None:
-        """Nothing of it is left, except what is in memory and on disks."""
+        """Stop all that it runs; only its memory and its disks remain."""
         self.process.end()
         self._drivers.wires.process_ended(self.process, is_told=is_told)
         for worker in self._workers():
@@ -172,7 +173,7 @@ def _settings(
         tls=None,
         rules=replace(rules_of(scenario.spec()), max_restarts=scenario.max_restarts),
         program=program,
-        # Nobody reaches the memory of others: the byte service has sockets and threads.
+        # No node reaches another node's memory: the byte service has sockets and threads.
         host="",
         node_rank=-1,
         node_id=node_id,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one seed of driver mode stands for: a small job, what it is asked, and what goes wrong."""
+"""The scenario of one seed of driver mode: a small job, the plans made for it, and its faults."""
 
 from random import Random
 
@@ -12,13 +12,13 @@ FAULTS = (
     *("kill_agent", "lose_node", "preempt_node", "rot_memory"),
     *("break_stream", "slow_link", "partition", "partition_up", "partition_down", "cut_rack"),
     *("kill_master", "slow_disk", "full_disk", "break_storage", "fail_launch", "slow_launches"),
-    # What the drivers are there for goes wrong more often.
+    # Faults that the drivers must handle occur more often.
     *("kill_master", "break_stream", "half_open", "rot_memory"),
 )
-"""What goes wrong, as in core mode."""
+"""The kinds of faults, named as in core mode."""
 
 _AT_MOST = {"crash_worker": 3, "fail_launch": 2, "lose_node": 3}
-"""Within what is forgiven, so that every job must come to its end."""
+"""Limits within what the job forgives, so that every job must come to its end."""
 
 
 def scenario_of(seed: int) -> Scenario:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many seeds with the real master and agents, as swarm.py plays them with the cores.
+"""Play many seeds with the real master and agents, as swarm.py does with the cores.
 
     python -m holdfast.sim.driver_swarm --seeds 0..100 --out found
 
-What it finds lands in tests/sim/found_drivers.
+Scenarios that fail are kept in tests/sim/found_drivers.
 """
 
 import sys
@@ -15,7 +15,7 @@ from holdfast.sim.swarm import main, or_error
 
 
 def problem_of(scenario: Scenario) -> str:
-    """What must never happen and does with the real drivers; an error inside is as bad."""
+    """The violation of an invariant with the real drivers; an internal error counts as one."""
     return or_error(lambda: run(scenario).problem)
 
 

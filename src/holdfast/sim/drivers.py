@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Driver mode: the real master and the real agents, as asyncio programs, in virtual time.
 
-Core mode (sim/run.py) models the drivers; this runs them: the loop around the core, the service,
-links with their handshake and frames, the agent with its stream, relay, beats, worker groups and
-vault. Modelled are the bytes' way (sim/wires.py), the journal, the platform, people and workers.
+Core mode (sim/run.py) models the drivers; this mode runs them: the loop around the core, the
+service, links with their handshake and frames, the agent with its stream, relay, beats, worker
+groups and vault. It models the transport of bytes (sim/wires.py), the journal, the platform, people
+and workers.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ from holdfast.sim.script import Job
 from holdfast.sim.wires import Wires
 
 PATIENCE_S = 1500.0
-"""How long after the last fault the job must have come to its end."""
+"""The job must come to its end within this time after the last fault."""
 
 _WAYS = {"partition": (UP, DOWN), "partition_up": (UP,), "partition_down": (DOWN,)}
 
@@ -47,7 +48,7 @@ class Result:
     """How a run ended."""
 
     problem: str
-    """What must never happen and did; empty if all is well."""
+    """The invariant that was violated; empty if all is well."""
     digest: str
     """A hash over everything that happened."""
     seconds: float
@@ -55,14 +56,14 @@ class Result:
     commits: int
     restores: int
     plans: int
-    """Plans that were carried out."""
+    """How many plans were carried out."""
     counted: int
-    """Requests of workers that went to the master and back."""
+    """How many requests of workers went to the master and back."""
     lines: list[str]
 
 
 class _Watchful(Checkers):
-    """Remembers the first problem, should a driver swallow its error."""
+    """Remembers the first problem, in case a driver swallows the error."""
 
     problem = ""
 
@@ -72,7 +73,7 @@ class _Watchful(Checkers):
 
 
 class Drivers:
-    """A scenario on its way."""
+    """A scenario that is being played."""
 
     def __init__(self, scenario: Scenario, folder: Path) -> None:
         self.scenario = scenario
@@ -139,7 +140,7 @@ class Drivers:
             node.cease(is_told=True)
 
     def say(self, text: str) -> None:
-        """Note it, without what is another folder in every run."""
+        """Note it without the run's folder, which differs in every run."""
         self.history.note(text.replace(str(self.folder), ""))
 
     def open_storage(self, _directory: str) -> SharedStorage:
@@ -152,7 +153,7 @@ class Drivers:
         return folder
 
     def _work_s(self) -> float:
-        """How long work in a thread takes: the master's disk, or what an agent does with bytes."""
+        """How long work in a thread takes: the master's disk, or an agent's work on bytes."""
         process = current_process()
         if process is not None and process.place != MASTER[0]:
             return self.rng.choice((0.002, 0.02, 0.3)) * self.rng.random()
@@ -166,7 +167,7 @@ class Drivers:
         return self.clock.now < self._full_until
 
     def _durable(self, entries: Sequence[Entry]) -> None:
-        """The master's journal has these for ever."""
+        """These entries are durable in the master's journal."""
         records = [decode_record(entry.payload) for entry in entries]
         for record in records:
             self.history.note(f"durable {type(record).__name__}")
@@ -200,7 +201,7 @@ class Drivers:
         return self._start(f"pod{node_id}", node_id)
 
     def _start_own(self, number: int) -> None:
-        """A machine of a job that nobody manages: its owner starts an agent."""
+        """Start an agent on a machine of an unmanaged job, as the machine's owner does."""
         if not self.over.is_set() and f"host{number}" not in self._nodes:
             self._start(f"host{number}", -1)
 
@@ -211,7 +212,7 @@ class Drivers:
         return node
 
     def _node_ended(self, node: Node, code: int, is_seen: bool) -> None:
-        """A node's process is over; in a job that nobody manages its owner starts it again."""
+        """A node's process is over; in an unmanaged job the machine's owner starts it again."""
         del self._nodes[node.place]
         if self.scenario.managed:
             node_id = _node_id(node)
@@ -224,7 +225,7 @@ class Drivers:
             self.clock.after(self.rng.uniform(1.0, 8.0), partial(self._start_own, number))
 
     def _ask(self, plan_id: str, ask: Ask) -> None:
-        """Somebody makes a plan."""
+        """A user makes a plan."""
         remove: tuple[NodeId, ...] = ()
         if ask.remove is not None and self._nodes:
             node_ids = sorted(map(_node_id, self._nodes.values()))
@@ -237,8 +238,9 @@ class Drivers:
     # ---- what goes wrong ------------------------------------------------------------------------
 
     def _lurk(self, fault: Fault) -> None:
-        """What has a moment waits for it, for a while. Half of the rest that can hurt the most
-        comes when something was written and nobody knows yet."""
+        """Break it now, or later. A fault with a moment waits for that moment, for a limited time.
+        Half of the most harmful other faults come right after a write, before any node hears of
+        it."""
         if fault.when:
             self._lurking.append(fault)
             self.clock.after(LURK_S, partial(self._spring, fault))
@@ -248,7 +250,8 @@ class Drivers:
             self._break(fault)
 
     def _moment(self, moment: str) -> None:
-        """What follows from this is under way now; the empty one: a write of the journal."""
+        """Release the faults that wait for this moment, while its consequences are under way. The
+        empty name: a write of the journal."""
         for fault in [one for one in self._lurking if one.when == moment]:
             pause_s = self.rng.choice((0.0, 0.01, 0.1)) * self.rng.random() if moment else 0.0
             self.clock.after(pause_s, partial(self._spring, fault))
@@ -318,5 +321,5 @@ def run(scenario: Scenario) -> Result:
 
 
 def _node_id(node: Node) -> NodeId:
-    """Of a node that the platform has started."""
+    """The id of a node that the platform has started."""
     return NodeId(int(node.place.removeprefix("pod")))

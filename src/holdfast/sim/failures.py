@@ -3,10 +3,10 @@
 
 A memoryless model is wrong in five ways that matter for spares and restarts. Some machines fail
 again and again (frailty), faults come in bursts within a rack, a machine back from repair fails
-again soon, a repair takes minutes or months, and there are outbreaks: something that machines share
-goes bad, for weeks more of them fail, and some wait for the same part and come back together. All
+again soon, a repair takes minutes or months, and there are outbreaks: a thing that machines share
+goes bad, more of them fail for weeks, and some wait for the same part and come back together. All
 numbers and their sources are in failures.yaml. The faults of a seed do not depend on what the job
-does about them, so that policies can be compared on the very same ones.
+does about them, so that policies can be compared on the same faults.
 """
 
 import math
@@ -29,11 +29,11 @@ YEAR_S = 365 * DAY_S
 HOUR_S = 3_600.0
 
 HISTORY_S = 90 * DAY_S
-"""So far back begins the history of a cluster: most repairs are shorter."""
+"""The length of a cluster's history before the span: most repairs are shorter."""
 
 CRASH, HANG, SLOW, CORRUPT = "crash", "hang", "slow", "corrupt"
 SOFTWARE = "software"
-"""The one cause for which no machine has to go."""
+"""The one cause that takes no machine away."""
 
 Key = TypeVar("Key")
 
@@ -51,7 +51,7 @@ class Fault:
     is_silent: bool
     """True when the machine vanishes without closing its connections."""
     lasts_s: float
-    """Until the machine is repaired, or for how long it is slow."""
+    """Until the machine is repaired; for a slow machine, how long it is slow."""
     factor: float = 1.0
     """How much longer a step takes while the machine is slow."""
 
@@ -71,9 +71,9 @@ class FailureModel:
     outbreak_times: float
     """By how much an outbreak multiplies the rate of the whole cluster."""
     waiting_share: float
-    """Of an outbreak's faults: these machines come back together."""
+    """The share of an outbreak's faults whose machines come back together."""
     back_after_s: float
-    """When that is, from the beginning of the outbreak."""
+    """When they come back, from the beginning of the outbreak."""
     causes: Mapping[str, float]
     silent: frozenset[str]
     frailty_shape: float
@@ -94,13 +94,13 @@ class FailureModel:
 
     @property
     def transient_below_s(self) -> float:
-        """The shortest repairs are those that a plain restart does as well."""
+        """Repairs shorter than this stand for faults that a plain restart mends as well."""
         quantile = NormalDist(self.repair_mu, self.repair_sigma).inv_cdf(self.transient_share)
         return math.exp(quantile) * HOUR_S
 
     @property
     def outbreaks_per_calm(self) -> float:
-        """Faults of outbreaks, for each that would have come without any."""
+        """Faults that outbreaks add, for each fault without an outbreak."""
         return self.outbreaks_per_s * self.outbreak_s * (self.outbreak_times - 1)
 
     @property
@@ -117,10 +117,10 @@ class FailureModel:
 
     @property
     def firsts_per_machine_s(self) -> float:
-        """The rate of faults that nothing led to, over all machines.
+        """The rate of faults that no other fault caused, over all machines.
 
-        Published rates are those of machines in service. The frail are more often in repair than
-        others (a share of rate times repair over the shape, to first order), so that those in
+        Published rates are those of machines in service. Frail machines are in repair more often
+        than others (to first order, a share of rate times repair over the shape), so machines in
         service are sturdier than all machines are.
         """
         sturdier = 1 - self.per_machine_s * self.away_s / self.frailty_shape
@@ -128,7 +128,7 @@ class FailureModel:
 
     @property
     def burst_probability(self) -> float:
-        """How often a fault that nothing led to is the first of a burst."""
+        """The probability that a first fault, which no other fault caused, begins a burst."""
         size = sum(size * weight for size, weight in self.burst_sizes.items())
         size /= sum(self.burst_sizes.values())
         share = self.burst_share
@@ -136,21 +136,21 @@ class FailureModel:
 
     @property
     def faults_per_first(self) -> float:
-        """What one fault that nothing led to leads to on average, itself included."""
+        """How many faults one first fault causes on average, itself included."""
         total = sum(self.burst_sizes.values())
         more = sum((size - 1) * weight for size, weight in self.burst_sizes.items()) / total
         return (1 + self.burst_probability * more) / (1 - self.refail_share)
 
 
 def numbers() -> dict[str, Any]:
-    """failures.yaml: each number is a table of its value, its source and why it is that."""
+    """failures.yaml: each number is a table of its value, its source and its reason."""
     text = files("holdfast.sim").joinpath("failures.yaml").read_text("utf-8")
     table: dict[str, Any] = yaml.safe_load(text)
     return table
 
 
 def _values(node: Any) -> Any:
-    """The numbers without what is said about them."""
+    """The numbers without their sources and reasons."""
     if not isinstance(node, dict):
         return node
     if "value" in node:
@@ -199,10 +199,10 @@ def preset(name: str) -> FailureModel:
 
 
 def draw(model: FailureModel, machines: int, span_s: float, seed: int) -> list[Fault]:
-    """Every fault of so many machines in so many seconds, in order of time.
+    """Every fault of `machines` machines in `span_s` seconds, in order of time.
 
     The cluster is not new: it has a history, and some machines are in repair when the span begins.
-    Those are faults at time 0, with what is left of the repair.
+    These are faults at time 0, with what is left of the repair.
     """
     found: list[Fault] = []
     for fault in _Drawing(model, machines, HISTORY_S + span_s, seed).faults():
@@ -217,8 +217,9 @@ def draw(model: FailureModel, machines: int, span_s: float, seed: int) -> list[F
 class _Drawing:
     """One history of faults while it is being drawn.
 
-    Faults that nothing led to come at the rate of the whole cluster and hit machines by their
-    frailty. Each may bring others: its burst, and the re-failure after its repair.
+    First faults, which no other fault caused, come at the rate of the whole cluster and hit
+    machines by their frailty. Each may cause others: its burst, and the re-failure after its
+    repair.
     """
 
     def __init__(self, model: FailureModel, machines: int, span_s: float, seed: int) -> None:
@@ -230,7 +231,7 @@ class _Drawing:
         self._hit = list(accumulate(frailty))
         self._machines = machines
         self._away_until = [0.0] * machines
-        #: What is to come: (time, number, machine, cause, repair of the one before it or 0).
+        #: Faults to come: (time, number, machine, cause, repair of the fault before it or 0).
         self._ahead: list[tuple[float, int, int, str, float]] = []
         self._number = 0
 
@@ -241,9 +242,9 @@ class _Drawing:
         yield from self._due(self._span_s)
 
     def _firsts(self) -> list[tuple[float, float]]:
-        """When the faults come that nothing led to, and when an outbreak's machines are back.
+        """When the first faults come, and when the waiting machines of their outbreak are back.
 
-        That is 0 for a fault that belongs to no outbreak.
+        The second time is 0 for a fault that belongs to no outbreak.
         """
         model, span_s = self._model, self._span_s
         rate = model.firsts_per_machine_s * self._machines / (1 + model.outbreaks_per_calm)
@@ -255,7 +256,7 @@ class _Drawing:
         return sorted(firsts)
 
     def _moments(self, rate: float, from_s: float, to_s: float) -> Iterator[float]:
-        """Moments that come at this rate, each by itself."""
+        """Random moments that come at this rate, independent of each other."""
         at_s = from_s
         while rate > 0 and (at_s := at_s + self._random.expovariate(rate)) < to_s:
             yield at_s
@@ -276,7 +277,7 @@ class _Drawing:
         ]
         size = min(pick(chance, model.burst_sizes) - 1, len(beside))
         for other in chance.sample(beside, size):
-            # The hour is that of the whole burst: half of them come in its first quarter.
+            # The window is that of the whole burst: half of its faults come in the first quarter.
             later_s = model.burst_window_s * chance.random() ** 2
             same = chance.random() < model.same_repair
             own_s = repair_s if same else self._repair_s(at_s + later_s, together_s)
@@ -287,7 +288,7 @@ class _Drawing:
         heappush(self._ahead, (at_s, self._number, machine, cause, repair_s))
 
     def _due(self, until_s: float) -> Iterator[Fault]:
-        """What was expected before this time, and what follows from it."""
+        """The expected faults before this time, and the faults that they cause."""
         while self._ahead and self._ahead[0][0] < until_s:
             at_s, _, machine, cause, repair_s = heappop(self._ahead)
             if at_s < self._away_until[machine]:
@@ -314,7 +315,8 @@ class _Drawing:
         return Fault(at_s, machine, cause, SLOW, True, False, slow_s, factor)
 
     def _repair_s(self, at_s: float, together_s: float) -> float:
-        """Some machines of an outbreak wait for what all of them need."""
+        """The time of a repair. Some machines of an outbreak wait for a thing that all of them
+        need."""
         model = self._model
         if together_s and self._random.random() < model.waiting_share:
             return together_s - at_s

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One simulated job on a failing cluster: what happens when, and what is left of the time.
 
-The machines are those of the job, its warm spares and a reserve of the platform. The faults are
-drawn beforehand; a control (the real core, or rules) decides what follows; the policy says how long
-each stage takes. Everything is decided by the seed: the same settings give the same result.
+The machines are the job's own, its warm spares and a reserve of the platform. The faults are drawn
+beforehand; a control (the real core, or rules) decides what follows; the policy says how long each
+stage takes. The seed decides everything: the same settings give the same result.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ class Cluster:
     min_nodes: int
     spares: int
     reserve: int
-    """Machines beyond that from which the platform replaces a lost one."""
+    """Further machines from which the platform replaces a lost one."""
     replace_s: float
-    """How long that takes, imports included."""
+    """How long a replacement takes, imports included."""
     rack_machines: int
     checkpoint_every_s: float
     persist_every_s: float
@@ -67,21 +67,21 @@ class Job:
         self.spares_used = 0
         self.size_min = cluster.nodes
         self._members: frozenset[int] = frozenset()
-        #: The present round cannot step any more, whether somebody knows it or not.
+        #: The present round cannot step any more, whether the control knows it or not.
         self._hurt = True
         #: The fault behind the recovery under way.
         self._open: Fault | None = None
 
     @property
     def events(self) -> int:
-        """How much happened: to machines, and to whoever decides."""
+        """How much happened: to machines, and to the control."""
         return self._clock.actions + self._control.events
 
     def run(self, faults: Sequence[Fault], progress: Callable[[float], None]) -> None:
-        """Live through all faults until the end of the span."""
+        """Play all faults until the end of the span."""
         for fault in faults:
             self._clock.at(fault.at_s, partial(self._fault, fault))
-        # After the faults of time 0: these machines are away already.
+        # After the faults of time 0, because those machines are away already.
         self._clock.at(0.0, self._start)
         span_s = self._cluster.span_s
         for percent in range(1, 101):
@@ -115,7 +115,7 @@ class Job:
             self._clock.after(self._known_s(fault), partial(self._known, fault, self.rounds))
 
     def _known_s(self, fault: Fault) -> float:
-        """How long it takes until somebody knows."""
+        """How long it takes until the control knows of the fault."""
         policy = self._policy
         if fault.manner == HANG:
             return policy.hang_known_s
@@ -146,7 +146,7 @@ class Job:
             self._decided(self._control.lost(fault.machine, self._clock.now))
 
     def _lose(self, machine: int) -> None:
-        """A machine of the world is known to be gone."""
+        """The control learns that a machine of the world is gone."""
         self.training.lost(machine)
         self._platform.lost(machine)
         self._decided(self._control.lost(machine, self._clock.now))
@@ -203,16 +203,16 @@ class Job:
         self._clock.after(begun_s + restore_s, partial(self._stepped, number))
 
     def _reached(self, use: Use, number: int) -> None:
-        """The next stage of a recovery, if nothing has come between."""
+        """Enter the next stage of a recovery, unless another fault or round came in between."""
         if number == self.rounds and not self._hurt:
             self._enter(use)
 
     def _stepped(self, number: int) -> None:
-        """The first step of a round is done, if nothing has come between."""
+        """The first step of a round is done, unless another fault or round came in between."""
         if number != self.rounds or self._hurt:
             return
         if not self._platform.are_well(self._members):
-            # A spare had died in silence. Its world cannot begin, and nobody knows why yet.
+            # A spare died silently. Its world cannot begin, and the control does not know why yet.
             self._enter(Use.DETECT)
             return
         now = self._clock.now

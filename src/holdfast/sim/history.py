@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened, line by line: one hash over all of it, and the lines for those who look."""
+"""What happened, line by line: one hash over all lines, and the lines for people to read."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ LINES_MAX = 100_000
 
 
 class History:
-    """The story of one run."""
+    """The events of one run."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -27,5 +27,5 @@ class History:
             self.lines.append(line)
 
     def digest(self) -> str:
-        """The same for every run of a scenario."""
+        """The digest; the same for every run of a scenario."""
         return self._hash.hexdigest()

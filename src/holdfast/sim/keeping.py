@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the checkpoints of driver mode are: real slots and real files, in a folder in memory.
+"""The checkpoints of driver mode: real slots and real files, in a folder in memory.
 
-The vault's own code moves the bytes. Here is what a simulation needs beside it: memory that stays
-when an agent is killed and rots, a storage that is out of order now and then, and what every file
-must contain, so that a wrong byte shows.
+The vault's own code moves the bytes. This module adds what a simulation needs: memory that outlives
+a killed agent and can rot, a storage that is out of order at times, and the expected content of
+every file, so that a wrong byte is noticed.
 """
 
 import errno
@@ -33,12 +33,12 @@ that leaves decides whether a save finds room, and is in the sentence of a write
 
 
 def content(version: Version, part: str) -> bytes:
-    """What a part of a version consists of."""
+    """The bytes of a part of a version."""
     return f"{version.lineage} {version.step} {part}\n".encode() * 20
 
 
 def size_of(part: str) -> int:
-    """How much room a part needs in a slot, whatever its version."""
+    """The space that a part needs in a slot, for any version."""
     return lay_out(_files(part, 4096))[1]
 
 
@@ -55,7 +55,7 @@ def fill(slot: Slot, version: Version, shape: Shape, part: str) -> None:
 
 
 def taken(path: str) -> bytes:
-    """The data of a slot as a worker takes them."""
+    """The data of a slot as a worker reads them."""
     with Slot.open(path, writable=False) as slot:
         meta = slot.read()
         if meta is None:
@@ -73,7 +73,8 @@ def _plenty(_memory_dir: Path) -> Room:
 
 
 class MachineArena(Arena):
-    """The arena of one agent process: what it has when that is killed stays for the next one."""
+    """The arena of one agent process: when the process is killed, its slots stay for the next
+    one."""
 
     def __init__(self, folder: Path, number: int, process: Process) -> None:
         super().__init__(folder, "job", f"agent-{number:04d}", room_in=_plenty)
@@ -93,7 +94,7 @@ class MachineArena(Arena):
             self._root.release()
 
     def rot(self) -> Version | None:
-        """A byte of the newest slot flips; None if there is no slot that has its digest yet."""
+        """Flip a byte of the newest slot; None if no slot has its digest yet."""
         for held in self.holdings():
             sidecar = read_sidecar(held.path)
             if sidecar is not None and sidecar.version == held.meta.version:
@@ -107,15 +108,15 @@ class SharedStorage(PosixStorage):
     """The storage that all nodes share."""
 
     def __init__(self, folder: Path, checkers: Checkers, is_broken: Callable[[], bool]) -> None:
-        """While it `is_broken` nothing can be written, but all can be read."""
+        """While `is_broken` returns true, writes fail and reads work."""
         super().__init__(str(folder))
         self.url = DIRECTORY
         self._checkers = checkers
         self._is_broken = is_broken
-        #: By attempt: what it writes.
+        #: The version that each attempt writes.
         self._versions: dict[str, Version] = {}
         self.refused: set[Version] = set()
-        """Versions of which something could not be written."""
+        """Versions that could not be written completely."""
 
     def full(self, path: str) -> str:
         return f"{DIRECTORY}/{path}"
@@ -124,7 +125,7 @@ class SharedStorage(PosixStorage):
         return PLENTY_BYTES
 
     def newest(self) -> Version:
-        """The newest that is committed."""
+        """The newest committed version."""
         return max((committed.version for committed in list_committed(self, SERIES)), default=NONE)
 
     def write(
@@ -158,14 +159,15 @@ class SharedStorage(PosixStorage):
 
     def _require_order(self, path: str) -> None:
         if self._is_broken():
-            # What is not a part says whose the directory is: that comes before the first part.
+            # An attempt without a part yet writes the note of the directory's owner, before any
+            # part.
             version = self._versions.get(_attempt(path), self._checkers.newest_saved())
             self.refused.add(version)
-            # Not one of those that are tried again: who waits in a thread waits in real time.
+            # An error that is not retried: a retry in a thread would wait in real time.
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.full(path))
 
     def _named(self, name: str) -> None:
-        """A directory has this name now: if it is a checkpoint, all of it must be there."""
+        """A directory got this name: if it is a checkpoint, all of it must be there."""
         if name.startswith(HIDDEN):
             return
         with suppress(StateError):
@@ -182,6 +184,6 @@ class SharedStorage(PosixStorage):
 
 
 def _attempt(path: str) -> str:
-    """The attempt to which a hidden file belongs; empty for others."""
+    """The attempt that a hidden file belongs to; empty for other files."""
     pieces = path.split("/")
     return pieces[1].partition("@")[0] if pieces[0] == HIDDEN else ""

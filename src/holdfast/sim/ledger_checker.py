@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold for the two ledgers in a large job, in a form that is cheap for 10,000 ranks.
+"""Invariants of the two ledgers in a large job, in a form that is cheap for 10,000 ranks.
 
-The model of a version is what it was trained on: what the restored version had, and what every rank
-consumed in its lineage before it saved. A rank's reading is a list that only grows, so a version is
-how long each of these lists was.
+The model of a version is the samples it was trained on: those of the restored version, and those
+that every rank consumed in its lineage before it saved. A rank's reading is a list that only grows,
+so a version is stored as the length of each of these lists.
 """
 
 from collections import defaultdict
@@ -14,21 +14,22 @@ from holdfast.model.dataset import Position
 from holdfast.sim.checkers import Violation
 
 Extent = tuple[int, int]
-"""Samples from a first one up to, and without, an end."""
+"""Samples from the first number up to, but without, the second."""
 
 
 class LedgerChecker:
-    """Exactly once with respect to the model; no commit without all parts; nothing goes back."""
+    """Exactly once with respect to the model; no commit without all parts; no version goes back."""
 
     def __init__(self, shard_size: int) -> None:
         self._shard_size = shard_size
-        #: By lineage: what its models had been trained on before it began, and since by each rank.
+        #: By lineage: the samples its models had before it began, and the samples of each rank
+        #: since.
         self._bases: dict[int, list[Extent]] = {}
         self._read: dict[int, defaultdict[int, list[Extent]]] = {}
-        #: By version and rank: how much of what the rank has read is in it.
+        #: By version and rank: how much of the rank's reading is in the version.
         self._saved: dict[Version, dict[int, int]] = {}
         self._written: defaultdict[str, set[str]] = defaultdict(set)
-        #: By version: the nodes that have copied it to others.
+        #: By version: the nodes that have copied it to other nodes.
         self._copied: defaultdict[Version, set[int]] = defaultdict(set)
         self.committed: dict[Version, tuple[Shape, tuple[Position, ...]]] = {}
         self.restores = self.samples = 0
@@ -45,7 +46,7 @@ class LedgerChecker:
         self._copied[version].add(node_id)
 
     def safe(self, version: Version, nodes: int) -> None:
-        """The ledger says that all of so many nodes have copied a version."""
+        """The ledger says that all `nodes` nodes have copied a version."""
         if len(self._copied[version]) != nodes:
             copied = len(self._copied[version])
             raise Violation(f"{version} is called safe when {copied} of {nodes} have copied it")
@@ -56,7 +57,7 @@ class LedgerChecker:
     def commit(
         self, attempt: str, version: Version, shape: Shape, positions: tuple[Position, ...]
     ) -> None:
-        """A checkpoint gets its name: all of it is there, and the data are where its model is."""
+        """A checkpoint gets its name: all parts are there, and its data position fits its model."""
         missing = set(shape.parts()) - self._written.pop(attempt, set())
         if missing:
             raise Violation(f"{version} is committed without {min(missing)}")
@@ -66,7 +67,7 @@ class LedgerChecker:
         self.committed[version] = (shape, positions)
 
     def _check_position(self, version: Version, positions: tuple[Position, ...]) -> None:
-        """What the ledger has dealt is in the model or open, and nothing is both."""
+        """Every sample that the ledger has dealt is either in the model or open, never both."""
         if len(positions) != 1:
             raise Violation(f"{version} is committed without saying how far its data were")
         (position,) = positions
@@ -86,18 +87,18 @@ class LedgerChecker:
         self.restores += version != NONE
         self._bases[lineage] = [] if version == NONE else self._model(version)
         self._read[lineage] = defaultdict(list)
-        # What is newer is void: nobody may go there any more.
+        # Newer versions are void: no rank may restore one any more.
         self._saved = {one: ranks for one, ranks in self._saved.items() if one <= version}
 
     def _model(self, version: Version) -> list[Extent]:
-        """What a version was trained on: no sample twice."""
+        """The samples a version was trained on; fails if one is there twice."""
         read = self._read[version.lineage]
         own = [one for rank, many in self._saved[version].items() for one in read[rank][:many]]
         return _union([*self._bases[version.lineage], *own], version)
 
 
 def _union(extents: list[Extent], version: Version) -> list[Extent]:
-    """The same samples in as few extents as it takes."""
+    """The same samples in as few extents as possible."""
     ordered = sorted(extent for extent in extents if extent[0] < extent[1])
     for one, other in pairwise(ordered):
         if other[0] < one[1]:

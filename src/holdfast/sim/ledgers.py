@@ -2,10 +2,11 @@
 """Both ledgers of the real core under the load of a whole cluster: 10,000 nodes save, commit, read
 data, fail and restore.
 
-Of nodes only what they say to the ledgers is modelled. What each sends arrives in order; whose word
-comes next is drawn. Everything that is under way at one time is heard before time goes on, except
-for a fault: it comes in the middle, so that versions stay incomplete and words come too late. There
-are no beats, streams, disks or journals: scenarios of few nodes have those (docs/simulation.md).
+Of a node, only its messages to the ledgers are modelled. The messages of one node arrive in order;
+which node's message comes next is drawn. All messages that are under way at one time are heard
+before time goes on. A fault is the exception: it comes in the middle, so that versions stay
+incomplete and messages come too late. There are no beats, streams, disks or journals: scenarios of
+few nodes have those (docs/simulation.md).
 """
 
 from collections import deque
@@ -47,7 +48,7 @@ class Load:
     saves: int
     save_every_s: float
     persist_every: int
-    """Every so many saves one goes to storage."""
+    """One of this many saves goes to storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +56,17 @@ class Result:
     """How much happened."""
 
     events: int
-    """What the core was told, and what it told others."""
+    """How many events the core handled, and how many commands it gave."""
     rounds: int
     restores: int
     commits: int
     samples: int
-    """Consumed, those of models that were rolled back included."""
+    """Samples consumed, including those of models that were rolled back."""
 
 
 @dataclass(slots=True)
 class _Node:
-    """What one node has, and what it has said."""
+    """The state of one node, and the messages it has sent."""
 
     node_id: NodeId
     memory: Memory = field(default_factory=Memory)
@@ -75,17 +76,17 @@ class _Node:
     epoch: int = 0
     seq: int = 0
     peers: tuple[c.Peer, ...] = ()
-    #: The rest of a piece: its lease, from where and to where.
+    #: The rest of a piece: its lease, where the rest begins and where it ends.
     rest: tuple[int, int, int] | None = None
-    #: By lease: how far it is, not reported yet, and since the last save.
+    #: By lease: progress that is not reported yet, and progress since the last save.
     news: dict[int, int] = field(default_factory=dict)
     marks: dict[int, int] = field(default_factory=dict)
-    #: What it has sent and the master has not heard yet.
+    #: Messages that it has sent and the master has not heard yet.
     sent: deque[Event] = field(default_factory=deque)
 
 
 class _Words:
-    """The nodes, and what they say to the ledgers."""
+    """The nodes and their messages to the ledgers."""
 
     def __init__(self, load: Load, seed: int) -> None:
         self._load = load
@@ -96,9 +97,9 @@ class _Words:
         self._nodes: dict[int, _Node] = {}
         self._world: list[_Node] = []
         self._round = self._step = 0
-        #: Whose words are under way: a node stands here once for each.
+        #: The senders of the messages under way: a node stands here once for each message.
         self._under_way: list[_Node] = []
-        #: By call: who asked, and what.
+        #: By call: the node that asked, and its request.
         self._calls: dict[int, tuple[_Node, object]] = {}
         self._call = 0
 
@@ -135,7 +136,7 @@ class _Words:
         self._ask_checkpoints(node, ask)
 
     def _take(self, node: _Node) -> None:
-        """Consume what is left, say how far that is, and ask for more."""
+        """Consume what is left, report it, and ask for more."""
         if node.lineage < 0 or node.term < 0:
             return  # It is still restoring.
         self._consume(node, is_all=True)
@@ -154,7 +155,7 @@ class _Words:
         node.news[lease] = node.marks[lease] = upto
 
     def _save(self, node: _Node) -> None:
-        """Into memory and a peer's, with how far the data are; now and then to storage."""
+        """Save into its own memory and a peer's, with its data position; sometimes to storage."""
         version, shape = Version(node.lineage, self._step), Shape(len(self._world), False)
         part = rank_part(node.rank)
         self.checker.saved(version, node.rank)
@@ -189,7 +190,7 @@ class _Words:
 
 
 class LedgerRun(_Words):
-    """The job while it is simulated."""
+    """A job that is being simulated."""
 
     def __init__(self, load: Load, faults: Sequence[Fault], seed: int) -> None:
         super().__init__(load, seed)
@@ -202,7 +203,7 @@ class LedgerRun(_Words):
         self._events = 0
 
     def run(self) -> Result:
-        """Save as often as asked, live through the faults, and check everything."""
+        """Save as often as the load says, play the faults, and check everything."""
         with without_collector():
             self._live()
         commits, restores = len(self.checker.committed), self.checker.restores
@@ -220,7 +221,8 @@ class LedgerRun(_Words):
     # ---- time -----------------------------------------------------------------------------------
 
     def _settle(self, until_s: float = 0.0) -> None:
-        """Let everything under way be heard; then time goes on, and what falls into it happens."""
+        """Deliver everything under way; then let time pass and play the faults that fall into
+        it."""
         while True:
             fault = self._next_fault(until_s)
             self._drain(self._random.randrange(self._load.nodes * 4) if fault else -1)
@@ -239,7 +241,7 @@ class LedgerRun(_Words):
         return None
 
     def _drain(self, limit: int) -> None:
-        """Hear what is under way, or so much of it."""
+        """Deliver messages that are under way: at most `limit`, or all if it is negative."""
         while self._under_way and limit != 0:
             at = self._random.randrange(len(self._under_way))
             last = self._under_way.pop()
@@ -251,7 +253,7 @@ class LedgerRun(_Words):
             limit -= 1
 
     def _tick(self, until_s: float) -> bool:
-        """Whether the core wanted to be woken before this time."""
+        """Wake the core if it asked for that before this time; whether it did."""
         at = self._core.deadline()
         if at is None or at > max(until_s, self._now + GRACE_S) or at >= FOREVER_S:
             return False
@@ -278,7 +280,7 @@ class LedgerRun(_Words):
             self._hear(ev.AttachRequested(node_id, 0, attach))
 
     def _break(self, fault: Fault) -> None:
-        """A machine of the world goes, or its worker ends and its memory stays."""
+        """A machine of the world is lost, or its worker ends and its memory stays."""
         node = self._world[fault.machine % len(self._world)]
         if not fault.takes_machine:
             report = m.WorkersFailed(self._round, (failed_worker(),))
@@ -304,7 +306,7 @@ class LedgerRun(_Words):
     # ---- what nodes hear ------------------------------------------------------------------------
 
     def _hear(self, event: Event) -> None:
-        """The core hears of something, and everybody of what follows."""
+        """Let the core handle an event, and deliver what follows to the nodes and the checker."""
         if isinstance(event, ev.CheckpointRequested):
             self._done(event)
         outcome = self._core.handle(event, self._now)
@@ -329,7 +331,8 @@ class LedgerRun(_Words):
                     self._pushed(self._nodes[node_id], command.body)
 
     def _done(self, event: ev.CheckpointRequested) -> None:
-        """What a node says it has done is done when it is heard, and perhaps not much sooner."""
+        """Count a node's report as done when the core hears it: the work may be done only just
+        before."""
         match event.body:
             case c.PartsPersisted():
                 self.checker.written(event.body.attempt, event.body.parts)
@@ -359,7 +362,7 @@ class LedgerRun(_Words):
                 raise Violation(f"{type(asked).__name__} is refused: {answer.message}")
 
     def _planned(self, node: _Node, plan: c.RestorePlan) -> None:
-        """Fetch what the ledger says is there, or go on from what all have."""
+        """Fetch the parts that the plan names, or go on from the version that all ranks have."""
         if not plan.go:
             if plan.version != NONE and not plan.sources:
                 raise Violation(f"nobody says where rank {node.rank} finds its {plan.version}")
@@ -377,7 +380,8 @@ class LedgerRun(_Words):
         self._ask_data(node, d.DatasetOpen(self._round, self._dataset))
 
     def _fetch(self, node: _Node, plan: c.RestorePlan, source: c.Source) -> bool:
-        """False if whoever has it is just being lost: another round is about to begin."""
+        """Take a part from its source; False if the source's node was just lost: a round
+        follows."""
         key = (plan.version, source.part)
         if source.kind == "storage":
             is_there = plan.version in self.checker.committed
@@ -391,7 +395,7 @@ class LedgerRun(_Words):
         return True
 
     def _taken(self, node: _Node, leases: tuple[Lease, ...]) -> None:
-        """Read some of it, or all, and save."""
+        """Read all of the pieces or a part of them, and save."""
         for lease in leases:
             node.rest = (lease.number, lease.piece.begin, lease.piece.end)
             self._consume(node, is_all=self._random.random() < 0.7)

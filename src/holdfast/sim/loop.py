@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop of asyncio in virtual time, on which real drivers run as they are.
+"""An asyncio event loop in virtual time, on which the real drivers run unchanged.
 
-When nothing is ready, time jumps to the next timer. There are no sockets and no threads: who
-listens and connects gets streams in memory (sim/wires.py), and what would run in a thread runs
-here, a while later. Everything that runs belongs to a *process*, which can be killed.
+When nothing is ready, time jumps to the next timer. There are no sockets and no threads: servers
+and clients get streams in memory (sim/wires.py), and work for a thread runs in the loop, a while
+later. All code that runs belongs to a *process*, which can be killed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Process:
-    """A process on a machine: it has tasks, and nobody notices what they do after its death."""
+    """A process on a machine: it has tasks, and what they do after its death has no effect."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -32,12 +32,12 @@ class Process:
         self._context.run(_current.set, self)
 
     def run(self, function: Callable[..., object], *args: object) -> None:
-        """Let it do something, unless it is dead."""
+        """Run a function in it, unless it is dead."""
         if self.is_alive:
             self._context.copy().run(function, *args)
 
     def end(self) -> None:
-        """It is dead. Its tasks only clean up."""
+        """Kill it. Its tasks only clean up."""
         self.is_alive = False
         for task in self.tasks:
             task.cancel()
@@ -47,12 +47,12 @@ _current: ContextVar[Process] = ContextVar("current")
 
 
 def current_process() -> Process | None:
-    """Whose code runs now; None for what belongs to the simulation itself."""
+    """The process whose code runs now; None for the code of the simulation itself."""
     return _current.get(None)
 
 
 class Streams(Protocol):
-    """Who makes connections: see asyncio's loop for what is given and returned."""
+    """What makes connections: see asyncio's loop for arguments and results."""
 
     async def create_server(
         self, factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
@@ -77,28 +77,28 @@ class LoopClock(Clock):
             if timer.action is not None:
                 timer.action()
 
-        # In nobody's name: a model goes on when the process dies that happened to touch it.
+        # In no process's name: the model goes on if the process that planned this dies.
         self._loop.call_at(timer.at, due, context=Context())
         return timer
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs callbacks in an order that depends on nothing but what was planned."""
+    """Runs callbacks in an order that depends only on what was planned."""
 
     def __init__(self, work_s: Callable[[], float]) -> None:
-        """`work_s` says how long something takes that would run in a thread."""
+        """`work_s` says how long a piece of work for a thread takes."""
         super().__init__()
         self.clock = LoopClock(self)
         self.streams: Streams | None = None
         self.surprises: list[str] = []
-        """Errors that nobody handled."""
+        """Errors that no code handled."""
         #: Every task that there still is, in the order in which they began.
         self.tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], None]
         self.tasks = weakref.WeakKeyDictionary()
         self._work_s = work_s
         #: By time: when the last callback planned for it really runs.
         self._planned: dict[float, float] = {}
-        # What the base class asks when nothing is ready.
+        # The base class calls `select` on this when nothing is ready.
         self._selector = self
         self.set_task_factory(_make_task)
         self.set_exception_handler(self._surprised)
@@ -115,7 +115,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Of two at the same time the one that was planned first comes first: asyncio leaves that
+        """Of two callbacks at the same time, the one planned first runs first: asyncio leaves that
         open, but bytes must not overtake each other."""
         at = when if when not in self._planned else math.nextafter(self._planned[when], math.inf)
         self._planned[when] = at
@@ -128,7 +128,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return super().call_at(at, due, context=context)
 
     def select(self, timeout: float | None) -> list[object]:
-        """Nothing is ready: time passes."""
+        """Nothing is ready: let time pass."""
         if timeout is None:
             raise RuntimeError("nothing is planned any more: everybody waits for somebody")
         self.clock.now += timeout
@@ -136,17 +136,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return []
 
     def _process_events(self, event_list: object) -> None:
-        """There are none from outside."""
+        """Nothing to do: there are no events from outside."""
 
     def _write_to_self(self) -> None:
-        """Nobody calls from other threads."""
+        """Nothing to do: no other thread calls."""
 
     # ---- what would be outside ------------------------------------------------------------------
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[..., Result], *args: object
     ) -> asyncio.Future[Result]:
-        """Do it after a while, and say so after another: a process may die in between."""
+        """Run it after a while, and give the result after another: a process may die in between."""
         future: asyncio.Future[Result] = self.create_future()
         process = current_process()
 
@@ -176,7 +176,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return await self.streams.create_connection(factory, host, port)
 
     def add_reader(self, fd: object, callback: object, *args: object) -> None:
-        """Modelled processes write nothing to their pipes."""
+        """Nothing to do: modelled processes write nothing to their pipes."""
 
     def remove_reader(self, fd: object) -> bool:
         return False
@@ -184,7 +184,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # ---- ends -----------------------------------------------------------------------------------
 
     def run(self, main: Awaitable[Result]) -> Result:
-        """Run to the end, then end whatever is left."""
+        """Run to the end, then end all tasks that are left."""
         events.set_event_loop(self)
         try:
             return self.run_until_complete(main)
@@ -202,7 +202,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _owner(context: Context | None) -> Process | None:
-    # An empty context counts as false, and belongs to nobody.
+    # An empty context is falsy, and belongs to no process.
     return (copy_context() if context is None else context).get(_current)
 
 

@@ -26,7 +26,7 @@ class MachinesState:
         self._broken: set[int] = set()
         #: Machines that are being started, with the order they are for.
         self._coming: dict[int, int] = {}
-        #: Orders for which there is no machine.
+        #: Orders that wait for a machine.
         self._waiting: deque[int] = deque()
 
     def is_used(self, machine: int) -> bool:
@@ -45,7 +45,7 @@ class MachinesState:
             return
         machine = self._free.popleft()
         self._coming[machine] = order
-        # The job begins with machines that were started for it before.
+        # The first machines of the job were started before the job begins.
         pause_s = self._replace_s if self._clock.now > 0 else 0.0
         self._clock.after(pause_s, partial(self._started, machine, order))
 
@@ -64,7 +64,7 @@ class MachinesState:
             self._free.remove(machine)
 
     def lost(self, machine: int) -> None:
-        """The job has given the machine up."""
+        """The job gives up a machine."""
         self._used.discard(machine)
         if machine not in self._broken:
             self._offer(machine)

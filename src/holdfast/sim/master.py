@@ -2,8 +2,8 @@
 """The master: the real core and the real records, under a thin model of its driver and its links.
 
 It does what runtime/loop.py and master/service.py do: commands leave when the records of their step
-and of all steps before are on the disk; whoever has no link any more is absent; at the end every
-agent is told. It can be killed at any time, and starts again from what the disk has.
+and of all steps before are on the disk; a node without a link is absent; at the end the master
+tells every agent. It can be killed at any time, and starts again from what the disk has.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from holdfast.sim.network import DOWN, Link
 from holdfast.sim.stage import Stage
 
 FAREWELL_S = 15.0
-"""As in master/service.py: how long a finished master waits for an agent that it does not hear."""
+"""As in master/service.py: how long a finished master waits for an agent it hears nothing of."""
 
 
 class Master:
@@ -33,7 +33,7 @@ class Master:
     def __init__(
         self, stage: Stage, disk: Disk, number: int, *, ended: Callable[["Master", bool], None]
     ) -> None:
-        """`ended` is told when it is through with the job, or (False) had to give up."""
+        """`ended` is called when the master is done with the job, or (False) had to give up."""
         self._stage = stage
         self._clock = stage.clock
         self._disk = disk
@@ -50,7 +50,7 @@ class Master:
         self._links: dict[int, Link] = {}
         self._node_of: dict[int, NodeId] = {}
         self._link_of: dict[NodeId, Link] = {}
-        #: By link: the key of an agent whose admission is on its way to the disk.
+        #: By link: the key of an agent whose admission is being written to the disk.
         self._attaching: dict[int, str] = {}
         #: By link: the key of the agent that was admitted on it.
         self._key_of: dict[int, str] = {}
@@ -69,7 +69,7 @@ class Master:
             self._stage.desk.watch(lambda plan: self.feed(ev.PlanAsked(plan)))
 
     def kill(self) -> None:
-        """The process dies: the kernel closes its links, the disk has what it has."""
+        """The process dies: the kernel closes its links, the disk keeps what it has."""
         if not (self._entries or self._is_writing or self._commands):
             self._stage.checkers.replay_is_exact(self.core, _replayed(self._stage, self._disk))
         self._die()
@@ -131,7 +131,7 @@ class Master:
             self._write()
 
     def _leave(self) -> None:
-        """Nothing is to be written: what was decided leaves at once."""
+        """Send the commands at once if there are no records to write."""
         (facts, self._facts), (commands, self._commands) = (self._facts, []), (self._commands, [])
         self._release([], facts, commands)
 
@@ -170,7 +170,7 @@ class Master:
                 self._attaching[link.number] = body.agent_key
             self.feed(event)
         else:
-            # The model has no observers, and its agents part without a word.
+            # The model has no observers, and its agents leave without a message.
             raise AssertionError(f"nothing here answers {type(body).__name__}")
 
     def closed(self, link: Link) -> None:
@@ -280,7 +280,7 @@ def _snapshot(core: JobCore, now: float) -> list[Entry]:
 
 
 def _replayed(stage: Stage, disk: Disk) -> JobCore:
-    """A core as a restarted master has it: out of the bytes on the disk."""
+    """A core as a restarted master builds it: from the bytes on the disk."""
     core = build(stage.scenario.spec(), "job")
     core.core.check_every_step()
     for entry in disk.load():

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network between agents and the master: streams as TCP gives them.
+"""The network between agents and the master: streams as TCP provides them.
 
-Bytes arrive in order and once, late or never. A stream that breaks loses what is under way in both
-directions, and both ends learn of it: a request is lost, or was done and its answer is lost. If it
-is left half open, only the agent learns of it and comes back on another stream, while the master
-still gets what came on the old one. A partition holds bytes back, in one direction or in both,
-and nobody learns of anything; when it is over, what was held back arrives. The frames are real.
+Bytes arrive in order and once, late or never. A stream that breaks loses the bytes under way in
+both directions, and both ends learn of the break: the request is lost, or it was carried out and
+its answer is lost. If a stream is left half open, only the agent learns of the break and comes back
+on another stream, while the master still gets the bytes of the old one. A partition holds bytes
+back, in one direction or in both, and neither end notices; when it is over, the bytes that it held
+back arrive. The frames are real.
 """
 
 from collections.abc import Callable
@@ -21,15 +22,15 @@ CONNECT_S = 5.0
 """As in agent/stream.py: how long a try to connect takes when nothing comes back."""
 
 UP, DOWN = "up", "down"
-"""To the master, and from it."""
+"""The directions: to the master, and from it."""
 
 
 INSIDE = "inside "
-"""Before the name of a machine: what goes on within it needs no network."""
+"""Prefix of a machine's name: traffic inside that machine, which needs no network."""
 
 
 class End(Protocol):
-    """Who is at one end of a link."""
+    """One end of a link: an agent or the master."""
 
     def received(self, link: "Link", frame: m.Frame) -> None: ...
 
@@ -65,11 +66,11 @@ class Pipe:
         self._stands_until = 0.0
 
     def stand_still(self, until: float) -> None:
-        """Nothing arrives before that."""
+        """Deliver nothing before that time."""
         self._stands_until = until
 
     def carry(self, arrive: Callable[[], None]) -> None:
-        """Let something arrive after everything before it."""
+        """Deliver something after everything before it."""
         clock = self._network.clock
         at = clock.now + self._network.delay(self._place)
         self._arrives_at = max(self._arrives_at, at)
@@ -126,8 +127,8 @@ class Link:
         self._pipes[way].carry(lambda: self._lost(way))
 
     def abort(self, late_s: float) -> None:
-        """The stream breaks, and what is under way is lost, except to a master who learns of the
-        break so much later."""
+        """The stream breaks, and the bytes under way are lost. With `late_s` the master learns of
+        the break that much later, and bytes that were on their way to it still arrive."""
         clock = self._network.clock
         clock.after(0.0, partial(self._lost, DOWN))
         if late_s:
@@ -149,7 +150,7 @@ class Link:
 
 
 class Network:
-    """All links, and what is wrong with them."""
+    """All links, and their faults."""
 
     def __init__(self, clock: Clock, rng: Random) -> None:
         self.clock = clock
@@ -162,10 +163,10 @@ class Network:
         #: By place and direction: until when the next frame breaks its stream.
         self._break_next: dict[tuple[str, str], float] = {}
         self.master: Server | None = None
-        """Who listens now."""
+        """The master that listens now."""
 
     def connect(self, place: str, agent: End) -> Promise[Link | None]:
-        """A try to reach the master; None if nobody answers."""
+        """Try to reach the master; None if it does not answer."""
         promise: Promise[Link | None] = Promise(self.clock)
         if self.is_blocked(place, UP) or self.is_blocked(place, DOWN):
             self.clock.after(CONNECT_S, lambda: promise.keep(None))
@@ -183,7 +184,7 @@ class Network:
         promise.keep(link)
 
     def add(self, link: Stream) -> int:
-        """A new connection, whose number is returned."""
+        """Add a connection; returns its number."""
         self._next_link += 1
         self._links[self._next_link] = link
         return self._next_link
@@ -199,12 +200,12 @@ class Network:
     # ---- what goes wrong ------------------------------------------------------------------------
 
     def break_streams(self, place: str, late_s: float = 0.0) -> None:
-        """Break what the agent has open; the master learns of it so much later than the agent."""
+        """Break the agent's streams; the master learns of it `late_s` later than the agent."""
         for link in self._of(place):
             link.abort(late_s)
 
     def lose_next(self, place: str, way: str, seconds: float) -> None:
-        """The next frame but a beat, within so long, is lost with its stream."""
+        """The next frame within this time, except beats, is lost with its stream."""
         self._break_next[place, way] = self.clock.now + seconds
 
     def must_break(self, place: str, way: str) -> bool:

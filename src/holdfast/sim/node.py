@@ -64,7 +64,7 @@ class Agent:
         node_id: int = -1,
         node_rank: int = -1,
     ) -> None:
-        """`place` is the machine; `ended` is told with which code the process is over."""
+        """`place` is the machine; `ended` is called with the exit code when the process is over."""
         self.stage = stage
         self.place = place
         self.memory = memory
@@ -82,10 +82,10 @@ class Agent:
         self.workers: dict[int, Worker] = {}
         self.is_held = False
         self.guardian = Guardian(stage.clock, lambda: self.workers.values())
-        #: What it will hear when it goes on; None while it does.
+        #: Events that it hears when it goes on; None while it runs.
         self._unheard: list[Handled] | None = None
         self.awake = stage.clock.promise()
-        """Kept as long as it does not stand still."""
+        """Kept while the agent does not stand still."""
         self.awake.keep(None)
         self._unreported = 0
         self._all_reported = stage.clock.promise()
@@ -262,7 +262,7 @@ class Agent:
     # ---- life and death -------------------------------------------------------------------------
 
     def spawn(self, coroutine: Coroutine[Any, None, None]) -> Task:
-        """Do this beside everything else, for as long as the agent lives."""
+        """Run this beside everything else, for as long as the agent lives."""
         self._tasks = [task for task in self._tasks if not task.is_over]
         task = self.stage.clock.spawn(coroutine)
         self._tasks.append(task)
@@ -276,7 +276,7 @@ class Agent:
         self.feed(ev.ShutdownRequested("it was told to go", 143, self.vault.persister.has_unsaved))
 
     def stand_still(self, seconds: float) -> None:
-        """SIGSTOP to the agent alone: its workers go on. What is sent to it waits for it."""
+        """SIGSTOP to the agent alone: its workers go on. Messages to it wait until it goes on."""
         if self._unheard is None:
             self.note("stands still")
             self._unheard = []
@@ -287,7 +287,7 @@ class Agent:
     def _go_on(self) -> None:
         self.note("goes on")
         unheard, self._unheard = self._unheard or [], None
-        # What had come from elsewhere and what its timers say are heard in any order.
+        # It hears the events of others and of its own timers in either order.
         if self.rng.random() < 0.5:
             unheard.sort(key=lambda event: isinstance(event, Tick))
         for event in unheard:
@@ -295,12 +295,12 @@ class Agent:
         self.awake.keep(None)
 
     def kill(self) -> None:
-        """SIGKILL: its workers go with it, what is in memory stays on the machine."""
+        """SIGKILL: its workers die with it, its memory stays on the machine."""
         if self.is_alive:
             self._die(-9)
 
     def vanish(self) -> None:
-        """The machine is gone, with all that was in its memory."""
+        """The machine is gone, with everything in its memory."""
         if self.is_alive:
             self.note("is gone")
             self._end_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a node's checkpoints to storage, as agent/vault/persist.py has it."""
+"""How a node's checkpoints get to storage, like agent/vault/persist.py."""
 
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ Work = Coroutine[Any, None, None]
 
 
 class Persister:
-    """What is on its way to storage through one node."""
+    """The work of one node that brings versions to storage."""
 
     def __init__(self, agent: "Agent") -> None:
         self._agent = agent
@@ -31,7 +31,7 @@ class Persister:
         self._idle = self._clock.promise()
 
     def begin(self, name: str, work: Work, version: Version) -> None:
-        """Do it once, with the slots of the version held still."""
+        """Do this work once, and keep the slots of the version meanwhile."""
         if name in self._under_way:
             work.close()
             return
@@ -52,11 +52,11 @@ class Persister:
 
     @property
     def writing(self) -> tuple[c.Writing, ...]:
-        """From the start of a write until its report is answered."""
+        """The writes under way, each from its start until its report is answered."""
         return tuple(self._writing)
 
     async def settled(self) -> None:
-        """Wait until nothing is on its way to storage here."""
+        """Wait until this node brings nothing to storage any more."""
         while self._under_way:
             await self._idle
 
@@ -78,7 +78,8 @@ class Persister:
     async def _write_and_report(self, version: Version, shape: Shape, writing: c.Writing) -> None:
         attempt, parts = writing.attempt, writing.parts
         storage, problem = self._stage.storage, ""
-        # Under which it was told to: it may be given up and admitted as another one meanwhile.
+        # The id that the order was given to: the agent may be lost and admitted as a new node
+        # meanwhile.
         node_id = self._agent.node_id
         for part in parts:
             with storage.writing(attempt, part, node_id):

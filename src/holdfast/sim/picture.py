@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg")
 
 Curve = Sequence[tuple[float, float]]
-"""(value of the knob, goodput)."""
+"""Pairs: (value of the knob, goodput)."""
 
 
 def check(path: Path) -> None:
-    """Say early what would be in the way of a picture."""
+    """Report early what prevents a picture."""
     if path.suffix not in FORMATS:
         raise UsageError(f"a picture is a {' or '.join(FORMATS)} file, not {path.name!r}")
     try:

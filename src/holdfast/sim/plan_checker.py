@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold for plans: each is done once, the job has the size that was asked for last, and
-nobody computes while it is suspended."""
+"""Invariants of plans: each plan is done once, the job has the size that was asked for last, and no
+worker steps while the job is suspended."""
 
 from collections.abc import Callable
 
@@ -9,28 +9,28 @@ from holdfast.core.kernel import Record
 from holdfast.model.order import Plan
 
 STOPPED_S = 60.0
-"""So long after a job was suspended nobody steps any more, wherever its nodes are."""
+"""A step later than this after a job was suspended is a violation, on whatever node."""
 
 
 class PlanChecker:
-    """Knows what was asked, and compares it with what the master writes down."""
+    """Knows the plans, and compares them with what the master writes."""
 
     def __init__(self, fail: Callable[[str], None], nodes: int) -> None:
         self._fail = fail
         self._asked: dict[str, Plan] = {}
         self._settled: set[str] = set()
         self._nodes = self._wanted = nodes
-        #: Since when the job is suspended; None if it is not.
+        #: When the job was suspended; None if it is not suspended.
         self._since: float | None = None
         self.done = 0
-        """Plans that were carried out."""
+        """How many plans were carried out."""
         self.suspended = 0
 
     def asked(self, plan: Plan) -> None:
         self._asked[plan.plan_id] = plan
 
     def durable(self, record: Record, now: float) -> None:
-        """The master has written this."""
+        """The master has written this record."""
         match record:
             case rec.JobSized():
                 self._nodes = record.nodes
@@ -66,6 +66,6 @@ class PlanChecker:
             self._fail(f"a worker steps {now - self._since:.0f} s after the job was suspended")
 
     def check_end(self, nodes: object) -> None:
-        """The job is over; the master says that it has so many nodes."""
+        """The job is over; the master says that it has `nodes` nodes."""
         if self._asked and nodes != self._wanted:
             self._fail(f"the job ended with {nodes} nodes when {self._wanted} were asked for")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platform of a managed job: it starts nodes late or not at all, ends them, and tells of it.
+"""The platform of a managed job: it starts nodes, late or not at all, ends them, and reports it.
 
-It may have a quota: so many nodes at a time. What is ordered beyond it stays pending, and when the
-quota shrinks the newest nodes are preempted.
+It may have a quota: a maximum of nodes at a time. Orders beyond it stay pending, and when the quota
+shrinks the platform preempts the newest nodes.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from holdfast.model.order import Order
 from holdfast.sim.clock import Clock
 
 GRACE_S = 15.0
-"""Between being asked to go and being killed."""
+"""Time between the request to leave and the kill."""
 
 NOTICED_S = 30.0
-"""How long it takes to see that a machine is gone."""
+"""How long the platform needs to notice that a machine is gone."""
 
 
 class Machine(Protocol):
     """A node as the platform knows it."""
 
     def terminate(self) -> None:
-        """Ask its agent to go."""
+        """Ask its agent to leave."""
 
     def kill(self) -> None:
         """End its agent."""
@@ -43,7 +43,7 @@ class Platform:
         self._tell: Callable[[NodeSeen], None] = lambda seen: None
         self._sightings: dict[NodeId, NodeSeen] = {}
         self._machines: dict[NodeId, Machine] = {}
-        #: Ordered, and without a place.
+        #: Ordered nodes that wait for the quota.
         self._waiting: list[tuple[NodeId, NodeRank]] = []
         self._quota: int | None = None
         self._quota_until = 0.0
@@ -51,17 +51,17 @@ class Platform:
         self.slow_until = 0.0
 
     def use(self, start: Callable[[NodeId, NodeRank], Machine]) -> None:
-        """How an agent starts."""
+        """Set the function that starts an agent."""
         self._start = start
 
     def watch(self, tell: Callable[[NodeSeen], None]) -> None:
-        """All nodes now, then every change, to the newest who watches."""
+        """Report all nodes now, then every change, to the newest watcher only."""
         self._tell = tell
         for seen in list(self._sightings.values()):
             self._clock.after(self._rng.uniform(0.0, 0.5), partial(tell, seen))
 
     def launch(self, order: Order) -> None:
-        """Order a node; an order that was given before changes nothing."""
+        """Order a node; a repeated order changes nothing."""
         node_id, node_rank = order.node_id, order.node_rank
         if seen := self._sightings.get(node_id):
             self._clock.after(self._rng.uniform(0.001, 0.2), partial(self._tell, seen))
@@ -93,7 +93,7 @@ class Platform:
             self._begin(*self._waiting.pop(0))
 
     def shrink_quota(self, quota: int, seconds: float) -> None:
-        """Have so many nodes at most for a while; those that are too many are asked to go."""
+        """Allow at most `quota` nodes for a while; nodes beyond it are asked to leave."""
         self._quota = quota
         self._quota_until = max(self._quota_until, self._clock.now + seconds)
         for machine in list(self._machines.values())[quota:]:
@@ -107,7 +107,7 @@ class Platform:
             self._fill()
 
     def remove(self, node_id: NodeId) -> None:
-        """Make the node go away."""
+        """Make a node leave."""
         machine = self._machines.get(node_id)
         if machine is not None:
             machine.terminate()
@@ -116,7 +116,7 @@ class Platform:
             self._see(node_id, Phase.GONE)
 
     def agent_ended(self, node_id: NodeId, exit_code: int) -> None:
-        """An agent process is over; below 0: by a signal."""
+        """An agent process is over; an exit code below 0 is a signal."""
         self._machines.pop(node_id, None)
         if exit_code == 0:
             self._see(node_id, Phase.SUCCEEDED)
@@ -126,7 +126,7 @@ class Platform:
         self._fill()
 
     def machine_lost(self, node_id: NodeId) -> None:
-        """A machine is gone; that is seen only later."""
+        """A machine is gone; the platform notices that later."""
         self._machines.pop(node_id, None)
         gone = (node_id, Phase.FAILED, ExitReason.HARDWARE, "its machine is gone")
         self._clock.after(NOTICED_S * self._rng.uniform(0.1, 1.5), lambda: self._see(*gone))

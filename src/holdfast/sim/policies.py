@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: what is done about a failure, and how long that takes. The numbers and where they come
-from are in policies.toml.
-"""
+"""Policies: what a job does about a failure, and how long that takes. The numbers and their sources
+are in policies.toml."""
 
 import tomllib
 from collections.abc import Mapping
@@ -23,16 +22,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peers: bool
     """Whether such saves are copied to other nodes."""
     elastic: bool
-    """Whether the job goes on with fewer nodes while none is there to step in."""
+    """Whether the job goes on with fewer nodes while there is no node to step in."""
 
     exit_known_s: float
     """Until the end of a process is known."""
     lost_known_s: float
-    """Until the loss of a node is known whose connections were closed."""
+    """Until the loss of a node whose connections were closed is known."""
     grace_s: float
-    """How long such a node may take to come back before anything is done."""
+    """How long such a node may take to come back before the job acts."""
     silent_known_s: float
-    """Until the loss of a node is known that vanished without a word."""
+    """Until the loss of a node that vanished silently is known."""
     hang_known_s: float
     corrupt_known_s: float
 
@@ -56,7 +55,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 STAGES = tuple(name for name in Policy.__struct_fields__ if name.endswith(("_s", "_gb")))
-"""What `--stage` can set."""
+"""The fields that `--stage` can set."""
 
 
 def policies() -> dict[str, Policy]:

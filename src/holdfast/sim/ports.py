@@ -19,7 +19,8 @@ from holdfast.sim.platform import Platform
 
 
 class Disk(MemoryJournal):
-    """The master's journal. How long a write takes is for the loop: see `run_in_executor` there."""
+    """The master's journal. The loop decides how long a write takes: see `run_in_executor`
+    there."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class Disk(MemoryJournal):
         entries: Sequence[Entry] = (),
         end: int = 0,
     ) -> None:
-        """`written` is told what is durable now; `end` is the number of the last entry."""
+        """`written` is called with the durable entries; `end` is the number of the last entry."""
         super().__init__(entries, end)
         self._is_full = is_full
         self._written = written
@@ -41,20 +42,20 @@ class Disk(MemoryJournal):
         self._written(entries)
 
     def taken_over(self) -> "Disk":
-        """What the next master finds after the death of this one."""
+        """The disk that the next master finds after the death of this one."""
         entries, end = self.load(), self.end()
         self.close()
         return Disk(is_full=self._is_full, written=self._written, entries=entries, end=end)
 
 
 class UnheldPort(ReservedPort):
-    """A port of a network in which nobody takes it."""
+    """A port of the simulated network, where no other process takes it."""
 
     def __init__(self) -> None:
         self.number = 4000
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class PlatformPort:
@@ -86,7 +87,7 @@ class PlatformPort:
         )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class DeskPort:
@@ -105,11 +106,11 @@ class DeskPort:
         self._desk.answer(plan_id)
 
     async def show(self, view: Mapping[str, object]) -> None:
-        """Whoever looks must be able to read it."""
+        """Check that the view can be encoded."""
         msgspec.json.encode(view)
 
     async def tell(self, kind: str, text: str) -> None:
-        """Nobody listens."""
+        """Ignored: the modelled people read no messages."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""

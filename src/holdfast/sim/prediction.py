@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `holdfast sim` tells: faults for a cluster, a simulated job per policy, its figures."""
+"""What `holdfast sim` predicts: faults for a cluster, a simulated job per policy, its figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from holdfast.sim.goodput import Cluster, Job
 from holdfast.sim.policies import STAGES, Policy
 
 CORE, RULES = "core", "rules"
-"""Who decides: the master's real core, or the short form of its rules."""
+"""What decides: the master's real core, or the short form of its rules."""
 
 WINDOW_S, WINDOW_EVERY_S = HOUR_S, 300.0
 
@@ -34,11 +34,11 @@ class Prediction:
 
 
 def faults_of(source: str, servers: int, machines: int, span_s: float, seed: int) -> list[Fault]:
-    """The faults of a preset, or of a trace file with so many servers."""
+    """The faults of a preset, or of a trace file of `servers` servers."""
     if source in failures.presets() or not source.endswith(".json"):
         return failures.draw(failures.preset(source), machines, span_s, seed)
     outages = traces.read(Path(source), servers)
-    # A trace says who was away when; how the faults show is drawn as for the cluster it is from.
+    # A trace says which server was away when; how a fault shows is drawn from its cluster's model.
     return traces.replay(outages, failures.preset("stepfun"), machines, span_s, seed, servers)
 
 
@@ -116,7 +116,7 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def _checkpoints(job: Job, cluster: Cluster, policy: Policy) -> dict[str, float]:
-    """How often was saved, and how much went where, over all nodes."""
+    """How many saves there were, and where the checkpoints went, over all nodes."""
     one_gb = policy.state_gb * cluster.nodes
     stored_gb = job.training.saves.persists * one_gb
     return {
@@ -138,7 +138,7 @@ def lost_share(prediction: Prediction, use: str) -> float:
 
 
 def uses() -> tuple[str, ...]:
-    """What time can be spent on besides work, in the order of a failure."""
+    """The uses of time besides work, in the order of a failure."""
     named = (Use.CHECKPOINT, Use.DETECT, Use.IDLE, Use.RENDEZVOUS, Use.RESTART, Use.RESTORE)
     return (*map(str, named), str(Use.LOST), "slow", "fewer nodes")
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of workers under a real agent, modelled: they start, run their program, are stopped
-and killed. sim/script.py is what they run."""
+"""The workers' processes under a real agent, modelled: they start, run their program, are stopped
+and killed. They run the program of sim/script.py."""
 
 import asyncio
 import signal
@@ -26,7 +26,7 @@ class ModelledWorker(Worker):
     """One worker process."""
 
     def __init__(self, owner: "ModelledProcesses", order: WorkerOrder, started_at: float) -> None:
-        # Not the real one's: there is no child.
+        # Not the real one's initializer: there is no child process.
         self.pid = next(owner.job.pids)
         self.local_rank = order.local_rank
         self.how = "cold"
@@ -58,7 +58,7 @@ class ModelledWorker(Worker):
     # ---- signals --------------------------------------------------------------------------------
 
     def end(self, number: int, within_s: float) -> None:
-        """A signal that ends it, some time soon. After SIGKILL it does nothing more."""
+        """A signal that ends it soon. After SIGKILL it executes nothing more."""
         if number == signal.SIGKILL:
             self._script.end()
         self._loop.call_later(self._owner.rng.uniform(0.0, within_s), self._over, None, number)
@@ -82,7 +82,7 @@ class ModelledWorker(Worker):
             self._script.may_run.set()
 
     def cease(self) -> None:
-        """Its machine or its agent is gone: nobody hears of its end."""
+        """Its machine or its agent is gone: its end is not reported."""
         if not self.is_gone.is_set():
             self.is_gone.set()
             self._job.left(self.run)
@@ -100,7 +100,7 @@ class ModelledWorker(Worker):
 
 
 class ModelledProcesses(Processes):
-    """What an agent knows as its processes. Nothing of the real ones is used but their types."""
+    """What an agent uses as its processes. Only the types of the real ones are used."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class ModelledProcesses(Processes):
                 worker.go_on("agent")
 
     def keep_lease(self, until: float) -> None:
-        """As the guardian does it."""
+        """Hold the workers when the lease ends, as the guardian does."""
         if self._lease is not None:
             self._lease.cancel()
         for worker in self.workers:
@@ -174,7 +174,7 @@ class ModelledProcesses(Processes):
             worker.hold("guardian")
 
     def stop_one(self, worker: ModelledWorker, seconds: float) -> None:
-        """Somebody else stops a worker, and lets it go on later."""
+        """Another program stops a worker, and lets it go on later."""
         worker.hold("somebody")
         self.job.checkers.worker_failed(worker.run.round)
         self._on_stopped(worker.local_rank, signal.SIGSTOP)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank reads of the job's data, with the real books of the client. Both modes use it: how a
-request gets to the master is theirs."""
+"""How a rank reads the job's data, with the real books of the client. Both modes use it; each mode
+sends requests to the master in its own way."""
 
 from collections.abc import Awaitable, Callable
 
@@ -12,13 +12,13 @@ from holdfast.sim.checkers import Checkers, Sample
 from holdfast.sim.scenario import BATCH, Scenario
 
 WAIT_S = 0.5
-"""How long a rank waits for a piece before it steps without: the others wait for it."""
+"""How long a rank waits for a piece before it steps without one, because the others wait."""
 
 Ask = Callable[[d.DataCall], Awaitable[m.AnyMessage]]
 """Sends a request, and waits for its answer."""
 
 Tell = Callable[[d.DataCall, Callable[[m.AnyMessage], None]], None]
-"""Sends a request; the answer is told later, unless the asker is dead by then."""
+"""Sends a request; the answer is passed on later, unless the asker is dead by then."""
 
 
 class Reader:
@@ -50,7 +50,7 @@ class Reader:
         return not self._books.has_more_epochs
 
     def marks(self) -> tuple[d.Mark, ...]:
-        """How far it is, for a checkpoint."""
+        """Its data position, for a checkpoint."""
         return self._books.marks()
 
     async def read(self, lineage: int) -> None:
@@ -84,7 +84,7 @@ class Reader:
         self._books.taken(body, taken)
 
     def _report(self) -> None:
-        """Say how far it is while it goes on, unless the last such word is still under way."""
+        """Report its progress while it goes on, unless the last report is still under way."""
         books = self._books
         if self._is_reporting or not (books.has_news or books.owes_report):
             return
@@ -107,9 +107,9 @@ class Reader:
 
 
 def _share(books: Books, part: Part) -> bool:
-    """Others wait for this part: half of the rest goes back, as in client/data/holdings.py.
+    """Other ranks wait for this part: return half of its rest, as in client/data/holdings.py.
 
-    Whether there was anything to give.
+    Returns whether there was anything to return.
     """
     part.is_wanted = False
     rest = part.end - part.given

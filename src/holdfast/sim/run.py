@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a scenario: builds the job, lets time pass, breaks what the scenario says, checks."""
+"""One run of a scenario: builds the job, lets time pass, plays the scenario's faults, checks."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from holdfast.sim.storage import Storage
 from holdfast.sim.vault import Memory
 
 PATIENCE_S = 1500.0
-"""How long after the last fault the job must have come to its end."""
+"""The job must come to its end within this time after the last fault."""
 
 _WAYS = {"partition": (UP, DOWN), "partition_up": (UP,), "partition_down": (DOWN,)}
 
@@ -33,7 +33,7 @@ class Result:
     """How a run ended."""
 
     problem: str
-    """What must never happen and did; empty if all is well."""
+    """The invariant that was violated; empty if all is well."""
     digest: str
     """A hash over everything that happened."""
     seconds: float
@@ -42,11 +42,11 @@ class Result:
     commits: int
     restores: int
     cuts: int
-    """Pieces of data of which somebody gave the tail to others."""
+    """Pieces of data whose tail a rank gave to other ranks."""
     safe_restores: int
-    """Restores that had to be as new as what was safe on other nodes."""
+    """Restores that had to be as new as the version that was safe on other nodes."""
     plans: int
-    """Plans that were carried out."""
+    """How many plans were carried out."""
     suspended: int
     """How often the job was suspended."""
     has_failed: bool
@@ -55,7 +55,7 @@ class Result:
 
 
 class Simulation:
-    """A scenario on its way."""
+    """A scenario that is being played."""
 
     def __init__(self, scenario: Scenario) -> None:
         clock = Clock()
@@ -140,9 +140,9 @@ class Simulation:
         self.stage.platform.agent_ended(NodeId(int(agent.place[3:])), exit_code)
 
     def _start_own(self, number: int) -> None:
-        """A machine of a job that nobody manages: its owner starts an agent, and again if it ends.
+        """Start an agent on a machine of an unmanaged job, as its owner does, and again if it ends.
 
-        What a killed agent left in memory is taken over by the next one.
+        The next agent takes over what a killed agent left in memory.
         """
         place = f"host{number}"
         if self._is_over or place in self._agents:
@@ -164,7 +164,7 @@ class Simulation:
         self.stage.clock.after(self._rng.uniform(1.0, 8.0), partial(self._start_own, number))
 
     def _ask(self, plan_id: str, ask: Ask) -> None:
-        """Somebody makes a plan."""
+        """A user makes a plan."""
         remove: tuple[NodeId, ...] = ()
         if ask.remove is not None and self.stage.agents:
             node_ids = sorted(self.stage.agents)
@@ -181,7 +181,8 @@ class Simulation:
         self.stage.clock.after(LURK_S, partial(self._spring, fault))
 
     def _moment(self, moment: str) -> None:
-        """What follows from this is under way for some milliseconds: now is the time."""
+        """Release the faults that wait for this moment: its consequences are under way for some
+        ms."""
         for fault in [one for one in self._lurking if one.when == moment]:
             pause_s = self._rng.choice((0.0, 0.01, 0.1)) * self._rng.random()
             self.stage.clock.after(pause_s, partial(self._spring, fault))
@@ -221,7 +222,7 @@ class Simulation:
             case "cut_master":
                 self.stage.network.cut_master(seconds)
             case "cut_world":
-                # Its spares stay: they could take its place while it still computes.
+                # The world's spares stay: they could take its place while it still computes.
                 for place in [p for p in sorted(self._agents) if self._agents[p].workers]:
                     self.stage.network.partition(place, (UP, DOWN), seconds)
             case "stop_agents":

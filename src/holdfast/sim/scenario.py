@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one seed stands for: a small job, and what goes wrong in it. Plain data, so that a scenario
-that failed can be made smaller, kept in a file and played again."""
+"""The scenario of one seed: a small job and its faults. It is plain data, so that a failing
+scenario can be made smaller, kept in a file and played again."""
 
 from random import Random
 
@@ -22,16 +22,16 @@ OF_MANY = ("cut_rack", "cut_world", "shrink_quota")
 OF_MASTER = ("kill_master", "slow_disk", "full_disk")
 OF_OTHERS = ("break_storage", "fail_launch", "slow_launches")
 STILL = "stop_agents"
-"""The agents of the world stand still, its workers do not: some seeds have that besides."""
+"""The agents of the world stand still, its workers do not: an extra fault of some seeds."""
 
 KINDS = OF_WORKERS + OF_NODES + OF_STREAMS + OF_NETWORK + OF_MANY + OF_MASTER + OF_OTHERS
-"""What seeds draw."""
+"""The kinds that seeds draw."""
 
 LIE = "lying_disk"
-"""The master's machine loses power, and its disk had lied: some seeds have that besides."""
+"""The master's machine loses power, and its disk had lied: an extra fault of some seeds."""
 
 CUT = "cut_master"
-"""The master's own network is down, and no other: some seeds have that besides."""
+"""Only the master's own network is down: an extra fault of some seeds."""
 
 MOMENTS = ("world", "restore", "attempt", "plan")
 """A world is formed, a restore agreed, a checkpoint begun, a plan done: much is under way then."""
@@ -39,7 +39,7 @@ MOMENTS = ("world", "restore", "attempt", "plan")
 LURK_S = 20.0
 
 BATCH = 4
-"""Samples of a rank in a step."""
+"""Samples that a rank reads in a step."""
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,21 +49,21 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
     kind: str
     """One of KINDS."""
     target: int = 0
-    """Which of the nodes that live then, counted round."""
+    """Index of the node among those alive then, modulo their number."""
     seconds: float = 0.0
-    """How long it lasts, where that means something."""
+    """How long the fault lasts, if it has a duration."""
     when: str = ""
-    """One of MOMENTS: it waits for that, from `at` on, but not longer than LURK_S."""
+    """One of MOMENTS: the fault waits for it, from `at` on, but not longer than LURK_S."""
 
 
 class Ask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that somebody makes for the running job."""
+    """A plan that a user makes for the running job."""
 
     at: float
     nodes: int | None = None
     suspend: bool | None = None
     remove: int | None = None
-    """Which of the nodes that live then, counted round."""
+    """Index of the node among those alive then, modulo their number."""
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +77,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nproc: int = 1
     managed: bool = False
     steps: int = 40
-    """How many steps the program makes; with data it ends with them."""
+    """How many steps the program makes; with data it ends when the data end."""
     step_s: float = 1.0
     save_every: int = 1
     persist_every: int = 10
@@ -95,10 +95,10 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many pieces of the data a rank takes at once."""
     max_restarts: int = 3
     budget: int | None = None
-    """If given, so few restarts and relaunches of every class are forgiven that the job may fail.
-    It must say why, and a budget must be used up then."""
+    """If given, the job forgives so few restarts and relaunches of every class that it may fail. It
+    must then say why, and a budget must be used up."""
     is_loud: bool = False
-    """Whether the loss of a rank is an error in the others; they wait for it otherwise."""
+    """Whether the loss of a rank is an error in the other ranks; otherwise they wait for it."""
     lease_s: float = 20.0
     compact_after: int = 1000
     faults: tuple[Fault, ...] = ()
@@ -150,7 +150,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def written(self, now: float) -> tuple[int, ...]:
-        """How far the partitions of the stream are written: all of it before the job could end."""
+        """How far the partitions of the stream are written: completely before the job could end."""
         dataset = self.dataset()
         assert dataset is not None
         share = min(1.0, now / (0.8 * self.length_s()))
@@ -164,14 +164,14 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return 5.0 + steps * self.step_s
 
     def quiet_at(self) -> float:
-        """When the last fault is over, and what was asked for is done."""
+        """When the last fault is over, and the last plan is done."""
         lasting = [f.at + f.seconds + (LURK_S if f.when else 0.0) for f in self.faults]
         return max(lasting + [ask.at + LEAVE_S for ask in self.asks], default=0.0)
 
 
 def from_seed(seed: int) -> Scenario:
-    """The scenario of a seed. Each seed has few kinds of faults, and other ones: a swarm finds more
-    than a mix of everything every time."""
+    """The scenario of a seed. Each seed has only a few kinds of faults, different from seed to
+    seed: such a swarm finds more than a mix of all kinds every time."""
     rng = Random(f"scenario {seed}")
     nodes, node_unit = rng.choice((1, 1, 2, 2, 3, 4, 5, 6)), 1
     if nodes % 2 == 0 and rng.random() < 0.2:
@@ -210,7 +210,8 @@ def from_seed(seed: int) -> Scenario:
     kinds = rng.sample(KINDS, rng.randint(1, 6))
     faults: list[Fault] = []
     for _ in range(rng.randint(1, 10)):
-        # Trouble comes in bursts: what is rare alone happens while something else is under way.
+        # Faults come in bursts: a fault that is harmless alone then hits while another is under
+        # way.
         near = rng.choice(faults).at if faults and rng.random() < 0.5 else None
         faults.append(_fault(rng, rng.choice(kinds), near, scenario.length_s(), moments))
     faults.sort(key=lambda fault: fault.at)
@@ -219,7 +220,8 @@ def from_seed(seed: int) -> Scenario:
 
 
 def _with_a_lie(scenario: Scenario) -> Scenario:
-    """In some seeds the disk lies. Who makes plans is no agent: what was answered is not known."""
+    """In some seeds the disk lies. Never beside plans: a user, unlike an agent, does not tell the
+    next master what was already answered."""
     rng = Random(f"lie {scenario.seed}")
     if scenario.asks or rng.random() >= 0.05:
         return scenario
@@ -229,7 +231,7 @@ def _with_a_lie(scenario: Scenario) -> Scenario:
 
 def _with_still_agents(scenario: Scenario) -> Scenario:
     """In some seeds agents stand still, mostly for longer than the lease. A worker that saves or
-    reads data waits for its agent: in half of them none does."""
+    reads data waits for its agent: in half of these seeds no worker does either."""
     rng = Random(f"still {scenario.seed}")
     if rng.random() >= 0.15:
         return scenario
@@ -255,7 +257,7 @@ def _with_temper(rng: Random, scenario: Scenario) -> Scenario:
     """How the program takes the loss of a rank, and how much the job forgives."""
     lot = rng.random()
     if lot < 0.3:
-        # What follows from a lost rank counts as an error of the program: no budget for that here.
+        # The consequences of a lost rank count as errors of the program: no budget for them here.
         return replace(scenario, is_loud=True, max_restarts=100)
     if lot < 0.4:
         budget = rng.choice((0, 1, 2))
@@ -268,18 +270,18 @@ def _fault(
 ) -> Fault:
     at, when = rng.uniform(0.0, length_s), ""
     if rng.random() < 0.4:
-        # It waits for what follows from another fault, or for the first world.
+        # The fault waits for what follows from another fault, or for the first world.
         at, when = near or 0.0, rng.choice(moments)
     elif near is not None:
         at = near + rng.choice((0.02, 0.5, 8.0)) * rng.random()
-    # Nodes that are cut off together matter when it lasts longer than silence is borne.
+    # A cut of many nodes matters only if it lasts longer than the silence that the job tolerates.
     lasting = rng.choice((10.0, 20.0) if kind in OF_MANY else (0.1, 1.0, 5.0, 10.0, 20.0, 30.0))
     lasting *= rng.uniform(0.5, 1.5)
     return Fault(round(at, 3), kind, rng.randrange(16), round(lasting, 3), when)
 
 
 def asks_of(rng: Random, scenario: Scenario) -> tuple[Ask, ...]:
-    """A few plans. Who suspends the job resumes it, sooner or later."""
+    """A few plans. A user who suspends the job resumes it, sooner or later."""
     asks: list[Ask] = []
     for _ in range(rng.randint(1, 4)):
         at, lot = round(rng.uniform(0.0, scenario.length_s()), 3), rng.random()
@@ -292,14 +294,14 @@ def asks_of(rng: Random, scenario: Scenario) -> tuple[Ask, ...]:
             later = at + rng.choice((1.0, 10.0, 150.0)) * rng.uniform(0.5, 1.5)
             asks += [Ask(at=at, suspend=True), Ask(at=round(later, 3), suspend=False)]
     asks.sort(key=lambda ask: ask.at)
-    # Of two that overlap, the first to resume would end the other: the last word counts.
+    # Of two overlapping pauses, the first resume would end the other too: the last word counts.
     if any(ask.suspend for ask in asks):
         asks.append(Ask(at=asks[-1].at + 1.0, suspend=False))
     return tuple(asks)
 
 
 def _within_budget(scenario: Scenario, faults: list[Fault]) -> tuple[Fault, ...]:
-    """Without more failures of one class than are forgiven: the job must come to its end."""
+    """The faults without those that exceed a budget: the job must come to its end."""
     if scenario.budget is not None:
         return tuple(faults)
     left = {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The user's program under a real agent: it loads, reads data, steps together with others, saves.
 
-It talks to its agent as the real client does, through a real link: the vault of the agent answers
-what is about checkpoints, the master what is about data. It also counts its steps in the key-value
-store, so that a request that is lost, or done twice, shows.
+It talks to its agent as the real client does, through a real link: the agent's vault answers
+requests about checkpoints, the master answers those about data. It also counts its steps in the
+key-value store, so that a request that is lost, or done twice, is noticed.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from holdfast.sim.worker import GROWTH_S, parts_of
 from holdfast.worker.progress import ProgressCell
 
 NO_PID = 1 << 23
-"""Above what any kernel gives: nobody mistakes a modelled process for a real one."""
+"""Above every pid of a kernel: a modelled process cannot be mistaken for a real one."""
 
 Expected = TypeVar("Expected", bound=m.Message)
 
@@ -46,9 +46,10 @@ class Job:
         self.say = say
         self.pids = itertools.count(NO_PID)
         self.agreed: set[int] = set()
-        """Rounds of which the master's disk knows."""
+        """Rounds that are on the master's disk."""
         self.counted = 0
-        #: By generation and step: who has come to it, and whether each has nothing left to do.
+        #: By generation and step: the ranks that have reached it, and whether each has nothing
+        #: left.
         self._meetings: dict[tuple[int, int], tuple[dict[int, bool], asyncio.Event]] = {}
         self._broken: set[int] = set()
         self._asked: Counter[int] = Counter()
@@ -61,7 +62,8 @@ class Job:
         self.checkers.world_received(place, number, run)
 
     async def meet(self, run: m.RunWorld, rank: int, step: int, *, is_finished: bool) -> bool:
-        """A step ends when all ranks have come to it; without one of them never.
+        """Wait for all ranks: a step ends when all have reached its end, and never without one of
+        them.
 
         Returns whether all of them are finished.
         """
@@ -73,7 +75,7 @@ class Job:
         return all(ranks.values())
 
     def left(self, run: m.RunWorld) -> None:
-        """A worker is gone: its world does nothing together any more."""
+        """A worker is gone: the ranks of its world complete no more steps together."""
         self._broken.add(run.generation)
 
     def counts(self, run: m.RunWorld) -> None:
@@ -81,7 +83,7 @@ class Job:
         self._asked[run.round] += 1
 
     def counted_as(self, run: m.RunWorld, number: int) -> None:
-        """The answer: each number once, and no higher than what was asked for."""
+        """The answer: each number comes once, and is no higher than the number of requests."""
         answers = self._answers.setdefault(run.round, set())
         if number in answers:
             self.checkers.fail(f"two steps of round {run.round} were counted as {number}")
@@ -94,7 +96,7 @@ class Job:
 
 
 class Line:
-    """A worker's way to its agent: requests, each in a session in which it is the only one."""
+    """A worker's connection to its agent: requests, each alone in its session."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -107,7 +109,7 @@ class Line:
         self._link = await connect(address, self, token)
 
     def ask(self, body: m.AnyMessage, session: str = "") -> asyncio.Future[m.AnyMessage]:
-        """Send a request; those that change something say in which session."""
+        """Send a request; a request that changes something names its session."""
         assert self._link is not None
         self._calls += 1
         self._seqs[session] += bool(session)
@@ -148,7 +150,7 @@ class Script:
         self._line = line
         self._rng = rng
         self._loop = asyncio.get_running_loop()
-        #: Cleared while somebody has stopped the process.
+        #: Cleared while another program has stopped the process.
         self.may_run = asyncio.Event()
         self.may_run.set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -164,17 +166,17 @@ class Script:
         self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """An error here is one of the model: without a word the job would only never end."""
+        """Fail loudly on an error of the model: otherwise the job would only never end."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._checkers.fail(f"the model of a worker broke: {error!r}")
 
     def end(self) -> None:
-        """Nothing of it runs any more."""
+        """End it: nothing of it runs any more."""
         for task in self._tasks:
             task.cancel()
 
     async def run(self, cell: ProgressCell) -> None:
-        """The program, from its load to its last save; RejectedError if something is refused."""
+        """The program, from its load to its last save; RejectedError if a request is refused."""
         series = c.SeriesOpen(
             keeping.SERIES, self._local_rank, self._rank, self._run.world_size, self._run.round
         )
@@ -193,7 +195,7 @@ class Script:
             await self._count
 
     async def _train(self, cell: ProgressCell) -> bool:
-        """One step; whether it was the last."""
+        """Make one step; whether it was the last."""
         await self._pause(self._scenario.step_s * self._rng.uniform(0.9, 1.1))
         if self._reader is not None:
             await self._reader.read(self._lineage)
@@ -211,7 +213,8 @@ class Script:
         return is_finished
 
     def _count_step(self) -> None:
-        """Have the step counted while training goes on, unless the last one is still on its way."""
+        """Have the step counted while training goes on, unless the last request is still under
+        way."""
         if self._count is not None and not self._count.done():
             return
 
@@ -271,7 +274,7 @@ class Script:
                 prepared, problem, tried = NONE, str(exc), plan.version
 
     async def _open_parts(self, plan: c.RestorePlan) -> None:
-        """Take the bytes of the plan, as torch/restore.py does; RejectedError if they are wrong."""
+        """Read the parts of the plan, as torch/restore.py does; RejectedError if they are wrong."""
         version = plan.version
         parts = tuple(parts_of(plan.shape, self._rank, self._run.world_size))
         ask = c.PartsOpen(DIRECTORY, version, parts, self._local_rank)
@@ -286,7 +289,8 @@ class Script:
                 elif not keeping.is_whole(data, version, opened.part):
                     self._checkers.fail(f"{opened.part} of {version} is restored with wrong bytes")
         except (RejectedError, StateError) as exc:
-            # One of several cannot be had; or another rank found it bad, and it was dropped.
+            # One of several parts is not available; or another rank found it bad, and it was
+            # dropped.
             await self._ask(c.PartsClose(DIRECTORY, self._local_rank, tuple(bad)), m.Done)
             raise RejectedError(str(exc)) from exc
         await self._ask(c.PartsClose(DIRECTORY, self._local_rank, tuple(bad)), m.Done)
@@ -294,7 +298,7 @@ class Script:
             raise RejectedError(f"{', '.join(bad)} of {version} changed in memory")
 
     async def _save(self, *, persist: bool) -> None:
-        """Copy the state into memory; that takes a while, in which anything may happen."""
+        """Copy the state into memory; this takes a while, in which any fault may happen."""
         version = Version(self._lineage, self._step)
         trained: list[Sample] = []
         marks: tuple[d.Mark, ...] = ()
@@ -342,7 +346,7 @@ class Script:
         self._line.ask(body, "reports").add_done_callback(told)
 
     async def _watch_stream(self) -> None:
-        """As client/data/streams.py does it: one process says how far the stream is written."""
+        """Like client/data/streams.py: one process reports how far the stream is written."""
         while True:
             await self._pause(GROWTH_S)
             ends = self._scenario.written(self._loop.time())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What everything in a simulation shares."""
+"""What all models of a simulation share."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -31,13 +31,13 @@ class Stage:
     platform: Platform
     storage: Storage
     desk: Desk
-    #: The agents that live, by the node id that the master gave them.
+    #: The living agents, by the node id that the master gave them.
     agents: dict[int, "Agent"] = field(default_factory=dict)
     #: By generation: where the ranks of a world meet.
     collectives: dict[int, Collective] = field(default_factory=dict)
 
     def rng(self, name: str) -> Random:
-        """A source of its own for every part: what one draws does not shift the others."""
+        """A separate source for each model: draws of one model do not shift those of another."""
         return Random(f"{self.scenario.seed} {name}")
 
     def collective(self, generation: int, world_size: int) -> Collective:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storage that all nodes share: what attempts have written, and what has its name."""
+"""The storage that all nodes share: what attempts have written, and which checkpoints have
+names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ class Committed:
 
     @property
     def first_rank(self) -> int:
-        """The lowest rank whose part is there, as its manifest would say."""
+        """The lowest rank with a part in it, as its manifest would say."""
         ranks = (rank_of(part) for part in self.parts if part != SHARED)
         return min(ranks, default=self.shape.world_size)
 
@@ -34,9 +35,9 @@ class Storage:
         self._checkers = checkers
         self._written: dict[str, set[str]] = {}
         self.committed: dict[Version, Committed] = {}
-        #: Versions that did not get here because the storage was out of order.
+        #: Versions that could not be written because the storage was out of order.
         self.refused: set[Version] = set()
-        #: Who writes which part of an attempt.
+        #: The node that writes each part of an attempt now.
         self._being_written: dict[tuple[str, str], int] = {}
         self.broken_until = 0.0
 
@@ -45,13 +46,13 @@ class Storage:
         return self._clock.now < self.broken_until
 
     def refuse(self, version: Version) -> str:
-        """What whoever writes a part of this version, or names it, is told."""
+        """Note the version, and return the error for the node that writes or names it."""
         self.refused.add(version)
         return "the storage is out of order"
 
     @contextmanager
     def writing(self, attempt: str, part: str, node_id: int) -> Iterator[None]:
-        """While one node writes a part: two at once would tear the file."""
+        """Held while a node writes a part: two writers at once would tear the file."""
         other = self._being_written.get((attempt, part))
         if other is not None:
             self._checkers.written_twice(attempt, part, other, node_id)
@@ -68,13 +69,13 @@ class Storage:
     def commit(
         self, attempt: str, version: Version, shape: Shape, positions: tuple[Position, ...]
     ) -> None:
-        """Give what an attempt has written its name."""
+        """Give the files of an attempt their name."""
         parts = frozenset(self._written.get(attempt, ()))
         self._checkers.committed(version, shape, parts, positions)
         self.committed[version] = Committed(shape, parts, positions)
 
     def stored(self, prepared: Version) -> tuple[Stored, ...]:
-        """What is committed; with its positions only what was prepared (see NodeRestore)."""
+        """The committed versions; only the prepared one has its positions (see NodeRestore)."""
         return tuple(
             Stored(
                 version,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent's stream to the master, as agent/stream.py keeps it: what was not answered is sent again
+"""An agent's stream to the master, like agent/stream.py: a request without an answer is sent again
 on the next stream, under the same key and in the same order."""
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Owner(Protocol):
 
 
 class Stream:
-    """Keeps the stream and what is outstanding on it."""
+    """Keeps the stream and the outstanding requests."""
 
     def __init__(
         self, clock: Clock, network: Network, place: str, rng: Random, owner: Owner
@@ -95,7 +95,7 @@ class Stream:
         return answer
 
     def forget(self, number: int) -> None:
-        """Whoever asked no longer wants to know."""
+        """The asker no longer wants the answer."""
         entry = self._outstanding.pop(number, None)
         if entry is not None and entry[1] and self._is_attached and self._link is not None:
             self._link.send(UP, m.Dropped(entry[1], entry[2]))
@@ -113,7 +113,7 @@ class Stream:
             self._link = None
 
     def vanish(self) -> None:
-        """The machine is gone: nobody is told."""
+        """The machine is gone: the other end hears nothing."""
         self._task.cancel()
         self._link = None
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many seeds, one after the other; a seed that fails is made as small as it gets.
+"""Play many seeds, one after the other; make a seed that fails as small as possible.
 
     python -m holdfast.sim.swarm --seeds 0..1000 --out found
 
 A scenario that fails is written to the folder `--out` as a file that tests/sim plays again, once it
-is moved to tests/sim/found. With `--digests` it prints a hash over each run instead, by which
-scripts/same-behaviour compares two commits. driver_swarm.py does the same with the real drivers.
+is moved to tests/sim/found. With `--digests` the program prints a hash over each run instead;
+scripts/same-behaviour compares two commits by these. driver_swarm.py does the same with the real
+drivers.
 """
 
 import argparse
@@ -21,19 +22,19 @@ from holdfast.sim.run import run
 from holdfast.sim.scenario import Scenario, from_seed
 
 TRIES_MAX = 300
-"""Runs that are spent on making one scenario smaller."""
+"""How many runs the program spends on making one scenario smaller."""
 
 Finds = Callable[[Scenario], str]
 """What is wrong with a scenario; empty if nothing is."""
 
 
 def problem_of(scenario: Scenario) -> str:
-    """What must never happen and does in this scenario; an error inside is as bad."""
+    """The violation of an invariant in this scenario; an internal error counts as one."""
     return or_error(lambda: run(scenario).problem)
 
 
 def or_error(play: Callable[[], str]) -> str:
-    """What a run comes to; the error if it ends with one."""
+    """The result of a run; the error if it ends with one."""
     try:
         return play()
     except (
@@ -64,7 +65,7 @@ def shrink(scenario: Scenario, finds: Finds = problem_of) -> Scenario:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Everything that is one step smaller, the largest steps first."""
+    """All scenarios that are one step smaller, the largest steps first."""
     faults = scenario.faults
     if len(faults) > 3:
         half = len(faults) // 2
@@ -73,7 +74,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for number in range(len(faults)):
         yield replace(scenario, faults=faults[:number] + faults[number + 1 :])
     for number, ask in enumerate(scenario.asks):
-        if ask.suspend is not False:  # A job that nobody resumes does not come to its end.
+        if ask.suspend is not False:  # A job without its resume does not come to its end.
             fewer = scenario.asks[:number] + scenario.asks[number + 1 :]
             yield replace(scenario, asks=fewer)
     for name, least in (("samples", 0), ("spares", 0), ("steps", 10), ("nproc", 1)):
@@ -110,7 +111,7 @@ def _seeds(text: str) -> range:
 
 
 def _first(seeds: range, scenario_of: Callable[[int], Scenario], finds: Finds) -> int:
-    """Play until a seed fails, and say how many that took."""
+    """Play until a seed fails, and return how many seeds that took."""
     for count, seed in enumerate(seeds, start=1):
         if problem := finds(scenario_of(seed)):
             sys.stdout.write(f"seed {seed} after {count} seeds: {problem}\n")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the time of a simulated job was spent on, and how much of its work counts in the end.
+"""How the time of a simulated job was spent, and how much of its work counts in the end.
 
 Work is measured in seconds of the full job: an hour with nine tenths of the nodes is 0.9 hours of
-work. Work that is done again after a failure was lost from the start, so the time that it took is
-marked as lost where it was spent, not where it is missed.
+work. Work that is repeated after a failure was lost from the start, so its time is marked as lost
+where it was spent, not where it is repeated.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ class Pace:
     """How fast the work goes on, and what slows it down."""
 
     nodes: float
-    """Nodes of the world, as a share of those wanted."""
+    """Nodes of the world, as a share of the requested number."""
     slow: float
     """How much longer a step takes."""
     saving: float
@@ -69,7 +69,7 @@ class Timeline:
         self._open = SpanState(now, now, use, pace, cause)
 
     def lose(self, work_s: float, cause: str) -> None:
-        """The last so many seconds of work were in vain. No productive span may be open."""
+        """Mark the last `work_s` seconds of work as lost. No productive span may be open."""
         position = len(self.spans) - 1
         while work_s > 1e-9 and position >= 0:
             span = self.spans[position]
@@ -85,7 +85,8 @@ class Timeline:
             position -= 1
 
     def seconds(self) -> dict[str, float]:
-        """Where the time went. Of productive time only what was work at full speed counts."""
+        """How the time was spent. Productive time counts only as far as it was work at full
+        speed."""
         spent = dict.fromkeys([*map(str, Use), SLOW, FEWER], 0.0)
         for span in self.spans:
             took_s = span.end_s - span.start_s
@@ -107,7 +108,7 @@ class Timeline:
         return dict(sorted(spent.items()))
 
     def sliding(self, window_s: float, every_s: float) -> list[tuple[float, float]]:
-        """(end of the window, share of it that was work), every so often."""
+        """Pairs of (end of the window, share of it that was work), one every `every_s`."""
         if not self.spans:
             return []
         times = [span.start_s for span in self.spans]
@@ -137,12 +138,12 @@ class _TierState:
         self._since_s = 0.0
         self.share = holds_up_s / self._period_s
         self.count = 0
-        #: How much work the newest save has, and the newest that is complete.
+        #: How much work is in the newest save, and in the newest complete one.
         self.begun_s = 0.0
         self.done_s = 0.0
 
     def advance(self, took_s: float, work_s: float, rate: float) -> None:
-        """Training went on for so long at this rate, and is now at `work_s`."""
+        """Training went on for `took_s` at this rate, and is now at `work_s`."""
         before_s = self.begun_s
         count, self._since_s = divmod(self._since_s + took_s, self._period_s)
         if count:
@@ -156,18 +157,18 @@ class _TierState:
             self.done_s = self.begun_s - self._period_s * rate
 
     def restart(self, work_s: float) -> None:
-        """This is what was restored, and the next save is a whole period away."""
+        """This work was restored, and the next save is a whole period away."""
         self.begun_s = self.done_s = work_s
         self._since_s = 0.0
 
     def go_back(self, work_s: float) -> None:
-        """Saves of what is no longer true do not count."""
+        """Do not count saves of work that was rolled back."""
         self.begun_s = min(self.begun_s, work_s)
         self.done_s = min(self.done_s, work_s)
 
 
 class SavesState:
-    """How much work is safe where, and what it took to keep it safe."""
+    """How much work is safe in which place, and the time that the saves take."""
 
     def __init__(self, policy: Policy, checkpoint_every_s: float, persist_every_s: float) -> None:
         self._memory = _TierState(checkpoint_every_s, policy.save_s, policy.copy_s)
@@ -182,12 +183,12 @@ class SavesState:
 
     @property
     def in_memory_s(self) -> float:
-        """Work that the memory of every node has."""
+        """Work that is in the memory of every node."""
         return self._memory.begun_s
 
     @property
     def with_peers_s(self) -> float:
-        """Work of which every node has a copy elsewhere."""
+        """Work that every node has copied to another node."""
         return self._memory.done_s
 
     @property
@@ -204,7 +205,7 @@ class SavesState:
         return self._storage.count
 
     def advance(self, took_s: float, rate: float) -> None:
-        """Training went on for so long at this rate."""
+        """Training went on for `took_s` at this rate."""
         self.work_s += took_s * rate
         self._memory.advance(took_s, self.work_s, rate)
         self._storage.advance(took_s, self.work_s, rate)

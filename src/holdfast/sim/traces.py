@@ -2,8 +2,8 @@
 """Faults that really happened: the replay of a recorded trace for any number of machines.
 
 The format is that of the public StepFun trace (InfiniteHBD, SIGCOMM'25): a JSON list of events with
-the server, the time in days, `fault_start` or `fault_end`, and the class of the fault. It says how
-long a server was away, not how the fault showed: that, and nothing else, is drawn by the seed.
+the server, the time in days, `fault_start` or `fault_end`, and the class of the fault. The trace
+says how long a server was away, not how the fault showed: only that is drawn from the seed.
 """
 
 import random
@@ -16,7 +16,7 @@ from holdfast.model.errors import UsageError
 from holdfast.sim.failures import CORRUPT, CRASH, DAY_S, SLOW, SOFTWARE, FailureModel, Fault, pick
 
 TRACE_SERVERS = 400
-"""Of the public trace. The file names only those that failed, so it cannot say it itself."""
+"""Servers of the public trace. The file names only servers that failed, so it lacks the number."""
 
 _OUT_OF_SERVICE = ("stress test", "change", "test", "training task troubleshooting")
 _CAUSES = {
@@ -95,11 +95,11 @@ def replay(
     seed: int,
     servers: int = TRACE_SERVERS,
 ) -> list[Fault]:
-    """The trace for so many machines: as it is for as many as it has, else in copies.
+    """The trace for `machines` machines: unchanged if the trace has as many, else in copies.
 
-    Each further block of machines gets the whole trace, begun at a time of its own and with its
-    servers in an order of its own: what happened together still happens together. A longer span
-    than the trace's begins again at its start.
+    Each further block of machines gets the whole trace, with its own start time and its own order
+    of servers: faults that came together still come together. A span longer than the trace repeats
+    the trace from its start.
     """
     chance = random.Random(f"holdfast trace {seed}")
     lengths = sorted(outage.to_s - outage.from_s for outage in outages)
@@ -135,7 +135,7 @@ def _fault(
     manner = pick(chance, model.manners)
     lasts_s = outage.to_s - outage.from_s
     if manner in (SLOW, CORRUPT):
-        manner = CRASH  # A server that was taken out for repair had more than that.
+        manner = CRASH  # A server that was taken out for repair had a worse fault.
     is_transient = outage.cause == SOFTWARE or lasts_s < transient_below_s
     is_silent = outage.cause in model.silent
     return Fault(at_s, machine, outage.cause, manner, is_transient, is_silent, lasts_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of a simulated job: how fast it goes, what is saved, what a failure takes back."""
+"""The training of a simulated job: its pace, its saves, and what a failure takes back."""
 
 from holdfast.core.job.checkpoints.placement import Ring
 from holdfast.model.ids import Incarnation, NodeId, NodeRank
@@ -22,7 +22,7 @@ class TrainingState:
         self.from_storage = 0
         self._slow: dict[int, float] = {}
         self._copies = _CopiesState(rack_machines)
-        #: Corruption that was found: nothing newer than this can be trusted.
+        #: Corruption was found: no state newer than this can be trusted.
         self._trusted_s: float | None = None
         self._counted_until_s = 0.0
         self._pace = Pace(1.0, 1.0, 0.0)
@@ -39,12 +39,12 @@ class TrainingState:
         self.timeline.enter(Use.PRODUCTIVE, now, pace=self._pace)
 
     def enter(self, use: Use, now: float, cause: str = "") -> None:
-        """The training stands still, for this."""
+        """The training stands still, for this use."""
         self._count(now)
         self.timeline.enter(use, now, cause=cause)
 
     def slow(self, machine: int, factor: float, now: float) -> None:
-        """From now on steps of this machine take so many times as long; 1 is as they should."""
+        """From now on steps of this machine take `factor` times as long; 1 is the normal pace."""
         if factor > 1.0:
             self._slow[machine] = factor
         else:
@@ -63,14 +63,14 @@ class TrainingState:
         self._copies.lost(machine, self.world, self.saves.with_peers_s)
 
     def distrust(self, trusted_s: float) -> None:
-        """Work beyond this much was done with corrupted state."""
+        """The work beyond this much was done with corrupted state."""
         self._trusted_s = trusted_s
 
     def go_back(self, cause: str, *, is_changed: bool) -> float:
-        """What a new world begins with; answers how long it takes to get it there.
+        """Choose what a new world begins with; returns how long the restore takes.
 
-        In a changed world not everybody finds its state in its own memory. No productive span may
-        be open.
+        In a changed world some nodes do not find their state in their own memory. No productive
+        span may be open.
         """
         policy, saves = self._policy, self.saves
         is_trusted = self._trusted_s is None
@@ -98,11 +98,11 @@ class TrainingState:
 
 
 class _CopiesState:
-    """Whether what was in the memory of lost machines is still with others."""
+    """Whether other machines still have copies of what was in the memory of lost machines."""
 
     def __init__(self, rack_machines: int) -> None:
         self._rack_machines = rack_machines
-        #: Lost since the newest save that had copies, and the world in which those were made.
+        #: Machines lost since the newest save with copies, and the world that made those copies.
         self._lost: set[int] = set()
         self._world: tuple[int, ...] = ()
         self._copied_s = -1.0
@@ -113,7 +113,7 @@ class _CopiesState:
         self._lost.add(machine)
 
     def forget(self) -> None:
-        """All state comes from storage: what was lost before does not matter any more."""
+        """All state comes from storage: machines that were lost before no longer matter."""
         self._lost, self._copied_s = set(), -1.0
 
     def are_gone(self, copied_s: float) -> bool:

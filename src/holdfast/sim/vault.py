@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint memory of a node and its way to the master, with the real node decisions
-(core/node/saver.py, core/node/marks.py). No bytes move: a copy is there or not, good or rotten.
+"""The checkpoint memory of a node and its requests to the master, with the real node decisions
+(core/node/saver.py, core/node/marks.py). No bytes move: a copy exists or not, and is good or
+rotten.
 
-It does what agent/vault does: the restore agreement, the way to storage, copies on other nodes,
-the marks of data.
+It does what agent/vault does: the restore agreement, writes to storage, copies on other nodes, the
+marks of data.
 """
 
 from collections import Counter
@@ -40,7 +41,7 @@ class Copy:
 
 
 class Memory:
-    """The slots of one machine. They outlive the agent, and die with the machine."""
+    """The slots of one machine. They outlive the agent, and are lost with the machine."""
 
     def __init__(self) -> None:
         self.copies: dict[tuple[Version, str], Copy] = {}
@@ -50,7 +51,7 @@ class Memory:
         self.copies.clear()
 
     def keep(self, version: Version, part: str, shape: Shape, safe: Version = NONE) -> None:
-        """Seal a slot: of each part the newest stay, and what is held still, or is safe."""
+        """Seal a slot: of each part the newest copies stay, and pinned or safe versions."""
         self.copies[version, part] = Copy(shape)
         mine = sorted((v for v, p in self.copies if p == part), reverse=True)
         for old in mine[SLOTS:]:
@@ -88,7 +89,7 @@ class Vault:
         self.copies = Copies(agent)
 
     def begin_round(self, run: m.RunWorld) -> None:
-        """The workers before are gone: what they asked is void."""
+        """The workers of the last round are gone: their requests are void."""
         for asked in self._meeting.answered():
             asked.keep(FencedError(f"round {run.round} has begun"))
         self._meeting = RestoreMeeting(self._stage.scenario.nproc)
@@ -157,7 +158,8 @@ class Vault:
                 del self._memory.copies[key]
 
     async def open(self, version: Version, parts: Iterable[str]) -> bool:
-        """Bring parts here; False if one cannot be had, which is remembered."""
+        """Bring parts here; False if one is not available, which is remembered for the next
+        turn."""
         known: dict[str, c.Source] = {}
         if self._plan is not None and self._plan.version == version:
             known = {source.asked: source for source in self._plan.sources}
@@ -203,7 +205,7 @@ class Vault:
         return copy is not None and not copy.is_rotten
 
     def can_reach(self, peer: "Agent") -> bool:
-        """A partition cuts a machine off from everything."""
+        """Whether no partition cuts off either machine."""
         network = self._stage.network
         ends = (self._agent.place, peer.place)
         return not any(network.is_cut_off(end, way) for end in ends for way in (UP, DOWN))
@@ -234,7 +236,7 @@ class Vault:
             self.copies.saved(step)
 
     def _mark(self, step: SavedStep) -> None:
-        """Say how far the data were, with what was not confirmed before."""
+        """Report the data positions, with those that the master has not confirmed before."""
         self._said[step.version] = dict(step.marks)
         marks = {
             rank: merged(said.get(rank, ()) for said in self._said.values()) for rank in step.marks

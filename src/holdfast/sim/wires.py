@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams in memory for real drivers: asyncio's transports, with the bytes that the drivers write.
-
-The network (sim/network.py) decides when bytes arrive. It cuts them where it likes, as TCP does.
-"""
+The network (sim/network.py) decides when bytes arrive. It may split them anywhere, as TCP does."""
 
 import asyncio
 import errno
@@ -20,7 +18,7 @@ BREAK_S = 0.001
 
 
 class _Socket:
-    """The little that drivers ask of sockets."""
+    """The few methods of sockets that drivers call."""
 
     family = -1
 
@@ -48,7 +46,7 @@ class _End(asyncio.Transport):
             self._wire.carry(self._way, bytes(data))
 
     def close(self) -> None:
-        """What was written still arrives."""
+        """Close this end; what was written before still arrives."""
         if self._is_open and self.process.is_alive:
             self._wire.hang_up(self._way)
             self.lose()
@@ -63,7 +61,7 @@ class _End(asyncio.Transport):
             self.process.run(self.protocol.data_received, data)
 
     def lose(self) -> None:
-        """The stream is over at this end: the protocol is told, later, as asyncio does it."""
+        """The stream is over at this end: tell the protocol later, as asyncio does."""
         if self._is_open:
             self._is_open = False
             self._wire.end_lost()
@@ -72,7 +70,7 @@ class _End(asyncio.Transport):
                 asyncio.get_running_loop().call_soon(lost)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """The buffer is never full."""
+        """Ignored: the buffer is never full."""
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -109,7 +107,7 @@ class Wire:
                 self._pipes[way].carry(partial(self._receivers[way].receive, piece))
 
     def hang_up(self, way: str) -> None:
-        """Nothing more comes from this side."""
+        """This side sends nothing more."""
         self._pipes[way].carry(self._receivers[way].lose)
 
     def process_ended(self, process: Process, *, is_told: bool) -> None:
@@ -162,7 +160,7 @@ def _frame_end(data: bytes, begin: int) -> int:
 
 
 class _Server:
-    """Somebody who listens."""
+    """A listening server."""
 
     def __init__(
         self, wires: "Wires", process: Process, factory: Callable[[], Any], address: tuple[str, int]
@@ -182,7 +180,7 @@ class _Server:
 
 
 class Wires:
-    """Who listens, and every connection."""
+    """The listening servers, and every connection."""
 
     def __init__(self, loop: VirtualLoop, network: Network, rng: Random) -> None:
         self._loop = loop
@@ -201,10 +199,10 @@ class Wires:
     ) -> tuple[asyncio.Transport, Any]:
         process = current_process()
         assert process is not None
-        # Within a machine nothing is cut off and nothing is slow.
+        # Inside a machine nothing is cut off and nothing is slow.
         place = process.place if host != process.place else f"{INSIDE}{host}"
         if self._network.is_blocked(place, UP) or self._network.is_blocked(place, DOWN):
-            await self._loop.create_future()  # Whoever connects has a time-out.
+            await self._loop.create_future()  # The client has a time-out.
         await asyncio.sleep(2 * self._network.delay(place))
         server = self.servers.get((host, port))
         if server is None or not server.process.is_alive or not process.is_alive:
@@ -221,7 +219,7 @@ class Wires:
         protocol.connection_made(wire.server)
 
     def process_ended(self, process: Process, *, is_told: bool) -> None:
-        """Everything that a process had open is closed; `is_told`: the other ends learn of it."""
+        """Close everything that a process had open; `is_told`: the other ends learn of it."""
         for wire in self._wires:
             wire.process_ended(process, is_told=is_told)
         self._wires = [wire for wire in self._wires if wire.is_open]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training process, modelled: it loads, reads data, steps together with the others, saves, ends.
 
-What it has trained on is known exactly, so that the checkers can tell what is in which model.
+The model knows exactly what the worker has trained on, so that the checkers can tell which samples
+are in which model.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from holdfast.sim.node import Agent
 
 GROWTH_S = 2.0
-"""How often somebody looks how far a stream is written."""
+"""How often a worker looks how far a stream is written."""
 
 
 class Worker:
@@ -41,7 +42,7 @@ class Worker:
         self._session = f"{agent.place}-{run.round}-{local_rank}-{self._clock.now}"
         self._seq = 0
         self._call = 0
-        #: The call of a report under way, and how many there were.
+        #: The call of the report under way, and the number of reports so far.
         self._reporting = self._reports = 0
         self._reader: Reader | None = None
         self._collective = agent.stage.collective(run.generation, run.world_size)
@@ -61,7 +62,7 @@ class Worker:
             self._going = self._clock.promise()
 
     def stop(self, seconds: float) -> None:
-        """Somebody else stops it with a signal, and lets it go on later."""
+        """Another program stops it with a signal, and lets it go on later."""
         self.hold(is_held=True)
         self._stage.checkers.worker_failed(self.round)
         self._agent.feed(WorkerStopped(self.local_rank, 19))
@@ -75,7 +76,7 @@ class Worker:
     def end(self, signal: int, after_s: float) -> None:
         """It gets a signal, and is gone a little later."""
         if signal == 9:
-            # It executes nothing more; that it has ended is seen later.
+            # It executes nothing more; its end is noticed later.
             self._stop()
             self._collective.leave()
         if signal == 9 or self._dying is None:
@@ -168,7 +169,7 @@ class Worker:
                 prepared, problem, tried = NONE, "a part cannot be had", plan.version
 
     async def _save(self, *, persist: bool) -> None:
-        """Copy the state into memory; that takes a while, in which anything may happen."""
+        """Copy the state into memory; this takes a while, in which any fault may happen."""
         scenario, vault = self._stage.scenario, self._agent.vault
         version = Version(vault.lineage, self.step)
         shape = Shape(self._run.world_size, scenario.shared)
@@ -207,7 +208,7 @@ class Worker:
             self._tasks.append(self._clock.spawn(self._watch_stream()))
 
     async def _watch_stream(self) -> None:
-        """As client/data/streams.py does it: one process says how far the stream is written."""
+        """Like client/data/streams.py: one process reports how far the stream is written."""
         told = 0
         while True:
             await self._clock.pause(GROWTH_S)
@@ -232,7 +233,7 @@ class Worker:
 
 
 def parts_of(shape: Shape, rank: int, world_size: int) -> list[str]:
-    """What a rank needs of a version; of another world size it takes several parts."""
+    """The parts of a version that a rank needs; for another world size it needs several."""
     if shape.shared:
         return [SHARED, rank_part(rank)]
     return [rank_part(part) for part in range(rank, shape.world_size, world_size)]

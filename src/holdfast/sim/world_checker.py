@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold for worlds: one per round, one holder of each place, and none that computes after
-a newer one has."""
+"""Invariants of worlds: one world per round, one holder of each place, and no world steps after a
+newer one has."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,16 @@ from holdfast.protocol import messages as m
 
 
 class WorldChecker:
-    """Knows who was told which world, and who steps."""
+    """Knows which node was told which world, and which worlds step."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         self._fail = fail
-        #: By round: its generation, and who holds which place.
+        #: By round: its generation, and the holder of each place.
         self._worlds: dict[int, tuple[int, int, int]] = {}
         self._places: dict[tuple[int, int], tuple[str, int]] = {}
-        #: Whom the master has given which place of which generation.
+        #: The node that the master has given each place of each generation.
         self._given: set[tuple[int, int, int]] = set()
-        #: The same before its disk lied.
+        #: The same, from before the master's disk lied.
         self._void: set[tuple[int, int, int]] = set()
         self._stepping = 0
         self._void_until = -1.0
@@ -52,10 +52,11 @@ class WorldChecker:
         self._stepping = max(run.generation, self._stepping)
 
     def disk_lied(self, void_until: float) -> None:
-        """The master may have forgotten a whole world, and everybody who knew of it may be dead, or
-        cut off until its leases end: its numbers are given again, and another world may compute
-        beside it. Whoever knew and lives is heard before anything of both is kept. What the master
-        had sent may arrive much later, at a node that was cut off."""
+        """The master may have forgotten a whole world, while every node that knew of it is dead, or
+        cut off until its leases end. The master then gives the numbers of that world again, and
+        another world may compute beside it. A node that knew of it and lives is heard before state
+        of either world is kept. Messages that the master had sent may arrive much later, at a node
+        that was cut off."""
         self._void |= self._given
         self._given.clear()
         self._worlds.clear()
