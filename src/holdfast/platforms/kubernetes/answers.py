@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Kubernetes API server answers: objects, lists, events of a watch, and its ways to say no.
+"""What a Kubernetes API server answers: objects, lists, events of a watch, and refusals.
 
-The type of an error says what to do next: *not there* is not the same as *nobody knows*.
+The type of an error says what to do next: *the object does not exist* is not the same as *the
+server did not answer*.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from holdfast.model.errors import RejectedError, RetryableError
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # Who gives no type gets plain dicts.
+    # A caller that gives no type gets plain dicts.
     T = TypeVar("T", default=dict[str, Any])
 else:
     from typing import TypeVar
@@ -30,15 +31,15 @@ class Refusal(RejectedError):
         self.status = status
         """The HTTP status."""
         self.reason = reason
-        """The server's word for it, e.g. "AlreadyExists"."""
+        """The server's word for the reason, e.g. "AlreadyExists"."""
 
 
 class NotFound(Refusal):
-    """There is no such thing, for sure."""
+    """The object certainly does not exist."""
 
 
 class Conflict(Refusal):
-    """It is there already, or somebody else has changed it meanwhile."""
+    """The object exists already, or another client has changed it meanwhile."""
 
 
 class Expired(Refusal):
@@ -46,20 +47,20 @@ class Expired(Refusal):
 
 
 class Rejected(Refusal):
-    """It is malformed, or not allowed. Asking again does not help by itself."""
+    """The request is malformed, or not allowed. Repeating it does not help by itself."""
 
 
 class Unavailable(RetryableError):
-    """No answer was had: nobody knows whether it happened."""
+    """There was no answer: it is unknown whether the server carried out the request."""
 
     def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
-        """For how long the server asked to be left alone."""
+        """How long the server asked the client to wait."""
 
 
 class Meta(msgspec.Struct, frozen=True, rename="camel"):
-    """What every object says about itself."""
+    """The metadata that every object has."""
 
     resource_version: str = ""
     name: str = ""
@@ -73,7 +74,7 @@ class Listing(Generic[T]):
 
     items: list[T]
     metas: list[Meta]
-    """Of each item, in the same order."""
+    """The metadata of each item, in the same order."""
     resource_version: str
 
 
@@ -84,7 +85,7 @@ class Change(Generic[T]):
     verb: str
     """ADDED, MODIFIED, DELETED, or BOOKMARK: nothing changed up to this version."""
     obj: T | None
-    """As it is now, or was at last; None in a bookmark."""
+    """The object as it is now, or as it was last; None in a bookmark."""
     meta: Meta
 
 
@@ -145,5 +146,5 @@ def decode(data: bytes | msgspec.Raw, type: type[T]) -> T:
         decoded: T = msgspec.json.decode(data, type=type)
         return decoded
     except msgspec.DecodeError as exc:
-        # Perhaps something between us and the server answered in its place.
+        # A proxy between this client and the server may have answered in its place.
         raise Unavailable(f"the API server's answer cannot be understood: {exc}") from exc

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thin client of the Kubernetes API: one method per verb, JSON in and out, and named errors.
 
-It never repeats a request: whoever asked knows whether that makes sense. The other modules of this
-package get what they need of answers.py and kinds.py from here.
+It never repeats a request: the caller knows whether that makes sense. The other modules of this
+package import from here what they need of answers.py and kinds.py.
 """
 
 import asyncio
@@ -86,17 +86,17 @@ CONNECT_S = 20.0
 REQUEST_S = 30.0
 WATCH_S = 60.0
 """A watch ends after this long and is begun again. A connection that a load balancer or a NAT has
-forgotten, and that it still acknowledges, looks like one on which nothing happens: the longer a
-watch may last, the longer it hides a change. Just before its end the server sends a bookmark, so
-the next watch goes on where this one was."""
+forgotten, and still acknowledges, looks like a connection without events: the longer a watch may
+last, the longer it hides a change. Just before its end the server sends a bookmark, so the next
+watch goes on where this one was."""
 WATCH_SILENCE = 1.25
 """A watch that is silent for this many times its length is given up."""
 BODY_MAX = 128 * 2**20
 LINE_MAX = 16 * 2**20
-"""One object. etcd keeps none over 1.5 MB."""
+"""The limit for one object. etcd keeps no object over 1.5 MB."""
 PAGE = 500
 
-# A peer that vanished without a word is noticed after half a minute of silence.
+# A peer that vanished silently is noticed after half a minute.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -108,10 +108,10 @@ Params = Mapping[str, str | int]
 
 
 class Api:
-    """A client. Its methods raise the errors of answers.py, and nothing else of the network's."""
+    """A client. Of the network's errors, its methods raise only those of answers.py."""
 
     def __init__(self, access: Access, *, in_flight: int = 32, watch_s: float = WATCH_S) -> None:
-        """`in_flight` requests at most are under way at a time; watches do not count."""
+        """At most `in_flight` requests are under way at a time; watches do not count."""
         self._watch_s = watch_s
         self._wire = _Wire(access, in_flight)
 
@@ -158,10 +158,10 @@ class Api:
         strict: bool = False,
         dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Make it; Conflict if it is there already. `strict`: unknown fields are Rejected.
+        """Create an object; Conflict if it exists already. `strict`: unknown fields are Rejected.
 
-        Servers before 1.25 do not know `strict` and drop such fields without a word. `dry_run`:
-        the server answers as if it made it, and does not.
+        Servers before 1.25 do not know `strict` and drop such fields silently. With `dry_run` the
+        server answers as if it created the object, and does not.
         """
         params = {"fieldValidation": "Strict"} if strict else {}
         if dry_run:
@@ -179,7 +179,7 @@ class Api:
         force: bool = True,
         subresource: str = "",
     ) -> dict[str, Any]:
-        """Server-side apply: the fields in `body` become so, and belong to `manager`."""
+        """Server-side apply: the fields in `body` get these values, and belong to `manager`."""
         params = {"fieldManager": manager, "force": str(force).lower()}
         path = kind.path(namespace, name, subresource)
         return await self._write("PATCH", path, body, "application/apply-patch+yaml", params)
@@ -193,7 +193,7 @@ class Api:
         *,
         subresource: str = "",
     ) -> dict[str, Any]:
-        """Merge patch: the fields in `body` are set, those that are null go."""
+        """Merge patch: set the fields in `body`, and remove those that are null."""
         path = kind.path(namespace, name, subresource)
         return await self._write("PATCH", path, body, "application/merge-patch+json")
 
@@ -206,7 +206,7 @@ class Api:
         *,
         subresource: str = "",
     ) -> dict[str, Any]:
-        """Put this in its place; Conflict if its resourceVersion is not the newest."""
+        """Replace an object; Conflict if the body's resourceVersion is not the newest."""
         return await self._write("PUT", kind.path(namespace, name, subresource), body)
 
     async def delete(
@@ -218,7 +218,8 @@ class Api:
         uid: str = "",
         grace_s: int | None = None,
     ) -> None:
-        """Make it go away; no error if there is none, or, with `uid`, another one by now."""
+        """Delete an object; no error if there is none, or if, with `uid`, it is a new one by
+        now."""
         body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
             body["preconditions"] = {"uid": uid}
@@ -245,11 +246,12 @@ class Api:
         type: type[T] = dict,  # type: ignore[assignment]
         opened: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Change[T], None]:
-        """What happens after `resource_version`, until the server ends it after a minute.
+        """The changes after `resource_version`, until the server ends the watch after a minute.
 
-        `opened` is called when the server has agreed: the first change may be long in coming.
+        `opened` is called when the server has accepted the watch: the first change may come much
+        later.
         """
-        # Not all at the same moment, when many began together.
+        # At different moments, when many watches began together.
         seconds = max(1, int(random.uniform(0.8, 1.0) * self._watch_s))
         params: dict[str, str | int] = {
             **_selectors(labels, fields),
@@ -278,9 +280,9 @@ class Api:
         since_s: int | None = None,
         follow: bool = False,
     ) -> AsyncGenerator[bytes, None]:
-        """What a pod has printed, in pieces; with `follow` until it ends.
+        """What a pod has printed, in pieces; with `follow` until the pod ends.
 
-        Of what is there already the last `tail` lines, or what came in the last `since_s`.
+        Of the output so far only the last `tail` lines, or the output of the last `since_s`.
         """
         params: dict[str, str | int] = {"container": container} if container else {}
         if tail is not None:
@@ -290,7 +292,7 @@ class Api:
         if follow:
             params["follow"] = "true"
         path = PODS.path(namespace, name, "log")
-        # A program may say nothing for days; that its node is gone is noticed by keep-alives.
+        # A program may print nothing for days; keep-alives notice the loss of its node.
         silence_s = None if follow else REQUEST_S
         async with self._wire.open("GET", path, params, silence_s=silence_s) as response:
             async for piece in response.aiter_raw():
@@ -324,7 +326,7 @@ class _Wire:
             # Packing costs both sides more than the network inside a cluster.
             "Accept-Encoding": "identity",
         }
-        # An address of a tunnel, say, has another name than the server's certificate.
+        # The address of a tunnel, for example, differs from the name in the server's certificate.
         self._extensions = {"sni_hostname": access.server_name} if access.server_name else {}
         if access.impersonate:
             headers["Impersonate-User"] = access.impersonate
@@ -368,7 +370,7 @@ class _Wire:
         *,
         silence_s: float | None,
     ) -> AsyncIterator[httpx.Response]:
-        """An answer that is good and whose body is still to be read."""
+        """A good answer whose body is still to be read."""
         headers = await self._proof()
         if body is not None:
             headers["Content-Type"] = content_type
@@ -434,7 +436,7 @@ async def _read_body(response: httpx.Response) -> bytes:
 
 
 async def _read_lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """The lines of a stream, each as soon as it is there. A last one without an end is cut off."""
+    """The lines of a stream, each as soon as it arrives. An unfinished last line is dropped."""
     start = b""
     async for piece in response.aiter_raw():
         *whole, rest = piece.split(b"\n")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a master does before it serves: find its ElasticJob, and clear away what it cannot know.
+"""What a master does before it serves: find its ElasticJob, and remove nodes it knows nothing of.
 
 A master whose state is lost (its volume was an emptyDir, or is gone) finds nodes that it knows
-nothing about. They belong to a world of which nothing is left: they are removed, and the job starts
-anew from its checkpoints on storage. No agent is served before they are gone, or have held their
-workers still by themselves because nobody renewed their leases: there are never two worlds.
+nothing about. They belong to a world of which the master has no record: it removes them, and the
+job starts again from its checkpoints on storage. The master serves no agent before they are gone,
+or have stopped their workers by themselves because no master renewed their leases: there are never
+two worlds.
 """
 
 import asyncio
@@ -27,13 +28,13 @@ T = TypeVar("T")
 async def own_job(
     api: Api, name: str, namespace: str, say: Say
 ) -> tuple[ElasticJob, Mapping[str, Any]]:
-    """The job as its manifest has it now, and its status; UsageError if it cannot be run."""
+    """The job from its current manifest, and its status; UsageError if the job cannot be run."""
     try:
         obj = await _patiently(lambda: api.get(ELASTICJOBS, name, namespace), say)
     except NotFound:
         raise UsageError(f"there is no ElasticJob {name} in the namespace {namespace}") from None
     job, problems = read_job(obj)
-    # Its journal knows its size, and the core keeps the limits of a job that has to begin anew.
+    # The journal has the job's size, and the core keeps the limits of a job that begins again.
     fatal = [str(one) for one in problems if one.fatal and not one.at_start_only]
     if fatal:
         raise UsageError(f"the ElasticJob {name} cannot be run: {'; '.join(fatal)}")
@@ -41,14 +42,14 @@ async def own_job(
 
 
 async def clear_away(api: Api, job: ElasticJob, *, lease_s: float, say: Say) -> int:
-    """Remove the nodes of a master whose state is lost; the first node id that is free.
+    """Remove the nodes of a master whose state is lost; returns the first free node id.
 
-    After `lease_s` without a master every agent has stopped its workers by itself, so that is the
-    longest that this takes.
+    After `lease_s` without a master every agent has stopped its workers by itself, so this takes no
+    longer than that.
     """
     selector = f"{names.selector(job.name)},{names.ROLE_LABEL}!={names.MASTER_ROLE}"
     listing = await _patiently(lambda: api.list(PODS, job.namespace, labels=selector), say)
-    # Those of an earlier job of the same name go by themselves, and only keep their names so long.
+    # Pods of an earlier job of the same name go by themselves; their ids count as taken until then.
     ours = {pod["metadata"]["uid"]: pod for pod in listing.items if _is_owned(pod, job.uid)}
     if ours:
         say(
@@ -99,7 +100,7 @@ def _node_id(pod: Mapping[str, Any]) -> int:
 
 
 async def _patiently(ask: Callable[[], Awaitable[T]], say: Say) -> T:
-    """Ask until somebody answers."""
+    """Repeat the request until the server answers."""
     pauses = Pauses()
     while True:
         try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the cluster is and who we are to it, found in the same places as kubectl looks.
+"""Where the cluster is and which user this process is there, found where kubectl looks for it.
 
 Inside a pod the kubelet has put a token and the cluster's authority into a folder. Elsewhere a
-kubeconfig says it: the file that was named, or those in KUBECONFIG, or ~/.kube/config. The proxies
-of the environment are not used; a kubeconfig may name one (`proxy-url`).
+kubeconfig says it: the named file, or those in KUBECONFIG, or ~/.kube/config. The proxies of the
+environment are not used; a kubeconfig may name one (`proxy-url`).
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from holdfast.runtime.settings import environment
 POD_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 PLUGIN_S = 60.0
 PLUGIN_SPARE_S = 60.0
-"""A plugin's token is replaced this long before it ends."""
+"""A plugin's token is replaced this long before it expires."""
 
 
 class Credential(Protocol):
-    """What proves who we are."""
+    """What authenticates this process."""
 
     async def token(self) -> str:
-        """A token that is good now; empty if it is not by a token that we are known."""
+        """A token that is valid now; empty if the user is not authenticated by a token."""
 
     def refused(self) -> None:
-        """The server did not take it: get another one for the next request."""
+        """The server rejected the token: get another one for the next request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class Access:
     tls: ssl.SSLContext = field(repr=False)
     credential: Credential = field(repr=False)
     namespace: str = "default"
-    """Where things are if nobody says a namespace."""
+    """The namespace of requests that name none."""
     impersonate: str = ""
-    """Another user, as whom we ask to be treated."""
+    """The other user that this process acts as."""
     server_name: str = ""
-    """The name in the server's certificate, if it is not the one in its address."""
+    """The name in the server's certificate, if it differs from the one in the address."""
     proxy: str | None = None
 
     @classmethod
@@ -65,7 +65,7 @@ class Access:
         environ: Mapping[str, str] | None = None,
         pod_folder: Path = POD_FOLDER,
     ) -> Self:
-        """What was named, else the pod's own, else the user's kubeconfig; UsageError if none."""
+        """The named access, else the pod's own, else the user's kubeconfig; UsageError if none."""
         env = environment() if environ is None else environ
         if kubeconfig is not None:
             return cls._from_files([kubeconfig], context)
@@ -118,7 +118,7 @@ class Access:
 
 
 class _Kubeconfig:
-    """Several files as one: what is said first counts, as for kubectl."""
+    """Several files as one: the first value of a name counts, as for kubectl."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -139,7 +139,7 @@ class _Kubeconfig:
             self._current = self._current or content.get("current-context") or ""
             for kind in ("cluster", "user", "context"):
                 for entry in content.get(f"{kind}s") or ():
-                    # Relative paths are relative to the file that they are in.
+                    # Relative paths are relative to the file that contains them.
                     told = {**(entry.get(kind) or {}), "": path.parent}
                     self._entries.setdefault((kind, entry["name"]), told)
         except (AttributeError, KeyError, TypeError) as exc:
@@ -166,7 +166,7 @@ class _Kubeconfig:
 
 
 def _text(entry: Mapping[str, Any], name: str) -> str | None:
-    """What a field says, written out (`NAME-data`) or in a file; None if it is not there."""
+    """The value of a field, inline (`NAME-data`) or from a file; None if it is missing."""
     if inline := entry.get(f"{name}-data"):
         try:
             return base64.b64decode(str(inline), validate=True).decode("ascii")
@@ -206,7 +206,7 @@ def _trust(authority: str | None) -> ssl.SSLContext:
 
 def _show(tls: ssl.SSLContext, certificate: str, key: str) -> None:
     """Show this certificate to the server from the next connection on."""
-    # The ssl module reads them from files only: this one has no name, and is in memory.
+    # The ssl module reads them only from files: this file has no name, and is in memory.
     with open(os.memfd_create("client"), "w") as file:
         file.write(f"{certificate}\n{key}\n")
         file.flush()
@@ -217,7 +217,7 @@ def _show(tls: ssl.SSLContext, certificate: str, key: str) -> None:
 
 
 class _Token:
-    """One that never changes."""
+    """A token that never changes."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -226,11 +226,11 @@ class _Token:
         return self._token
 
     def refused(self) -> None:
-        """There is no other."""
+        """Nothing to do: there is no other token."""
 
 
 class _TokenFile:
-    """One that the kubelet replaces every hour or so: read each time, which costs little."""
+    """A token that the kubelet replaces every hour or so: each use reads it, which costs little."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -242,7 +242,7 @@ class _TokenFile:
             raise RetryableError(f"the token file cannot be read: {exc}") from exc
 
     def refused(self) -> None:
-        """Whatever is there is read next time."""
+        """Nothing to do: the next use reads the file again."""
 
 
 class _PluginStatus(msgspec.Struct, rename="camel"):
@@ -257,13 +257,13 @@ class _PluginAnswer(msgspec.Struct):
 
 
 class _Plugin:
-    """A program of the user's that prints a token, or a certificate, for some time."""
+    """A program of the user that prints a token, or a certificate, valid for some time."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path, tls: ssl.SSLContext) -> None:
         command = str(config.get("command") or "")
         if not command:
             raise UsageError("the exec plugin of the kubeconfig has no command")
-        # As kubectl: a path with a slash is relative to the file, a bare word is looked for.
+        # As kubectl: a path with a slash is relative to the file, a bare word is searched in PATH.
         self._command = str(folder / command) if "/" in command else command
         self._arguments = [str(word) for word in config.get("args") or ()]
         self._extra = {entry["name"]: entry["value"] for entry in config.get("env") or ()}
@@ -310,7 +310,7 @@ class _Plugin:
 
 @contextlib.contextmanager
 def _plugin_errors(command: str, hint: str) -> Iterator[None]:
-    """Say in words what went wrong; what the plugin printed may hold a token and is not shown."""
+    """Explain a plugin's failure in words; its output may hold a token and is not shown."""
     said = f"the kubeconfig's exec plugin {command}"
     try:
         yield

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The desk on Kubernetes: the ElasticJob's spec and ScalePlans come in, status and Events go out.
 
-Of the spec only what has changed is told: a ScalePlan may have given the job another size since,
-and a later change of something else must not take that back. What the job follows is therefore
-part of the status (`status.observed`), where the next master finds it.
+The desk passes on only what has changed in the spec: a ScalePlan may have given the job another
+size since, and a later change of another field must not undo that. So what the job follows is part
+of the status (`status.observed`), where the next master finds it.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ from holdfast.platforms.kubernetes.watching import Listed, Seen, follow
 from holdfast.runtime.observe import Level, Say, wall_clock
 
 FLUSH_S = 20.0
-"""How long a master that ends tries to say so. Its journal knows it too, and the next master that
-is started for the job says it again."""
+"""How long a master that ends tries to write the end of the job. Its journal has it too, and the
+next master that is started for the job writes it again."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A ScalePlan, or a changed spec, of which not every plan is answered yet."""
+    """A ScalePlan, or a changed spec, with plans that are not answered yet."""
 
     waits_for: set[str]
     name: str = ""
-    """Of the ScalePlan."""
+    """The name of the ScalePlan."""
     observed: Mapping[str, Any] | None = None
-    """What the job follows when the spec is answered."""
+    """What the job follows once the spec is answered."""
     is_first: bool = False
-    """The spec with which the job began: that it has what it has is no news."""
+    """True for the spec with which the job began: that the job follows it is no news."""
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Of roles, by the id of the plan that asks for them."""
+    """The sizes of roles, by the id of the plan that asks for them."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Those of them that were refused."""
+    """The refused ones of these sizes, by role."""
     refusals: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    """Of what was done."""
+    """Descriptions of what was done."""
     notes: tuple[str, ...] = ()
-    """Which of its fields have no effect."""
+    """Notes on fields that have no effect."""
 
     def summary(self) -> str:
         """What became of it, in words."""
@@ -73,32 +73,32 @@ class KubernetesDesk:
         say: Say,
         wall: Callable[[], float] = wall_clock,
     ) -> None:
-        """`status` is that of the ElasticJob now, as an earlier master or the operator left it."""
+        """`status` is the ElasticJob's present one, from an earlier master or the operator."""
         self._api, self._job = api, job
         self._say, self._wall = say, wall
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(say)
         self._status = dict(status)
-        #: What was written last, without the time of writing.
+        #: The status written last, without the time of writing.
         self._written: dict[str, Any] = {}
         self._view: Mapping[str, object] | None = None
         self._observed = _known(status.get("observed") or {}, job)
-        #: The newest spec that came while the answer to an earlier one was awaited.
+        #: The newest spec that arrived while an earlier one was not answered.
         self._next_spec: Mapping[str, Any] | None = None
         self._queue: asyncio.Queue[Plan | None] = asyncio.Queue()
         self._generation = -1
-        #: From then on nothing is written: there may be another job of the same name.
+        #: From then on the desk writes nothing: there may be another job of the same name.
         self._is_deleted = False
-        #: Uids of the ScalePlans that were told.
+        #: Uids of the ScalePlans whose plans were passed on.
         self._told: set[str] = set()
-        #: What is not answered yet, by plan id.
+        #: Plans that are not answered yet, by plan id.
         self._asked: dict[str, _Asked] = {}
         self._news = News(api, job, self._outbox, wall)
 
     # ---- plans in -------------------------------------------------------------------------------
 
     async def plans(self) -> AsyncIterator[Plan]:
-        """What the spec and the ScalePlans ask for; it ends when the ElasticJob is deleted."""
+        """The plans of the spec and the ScalePlans; ends when the ElasticJob is deleted."""
         readers = {
             asyncio.create_task(self._follow_job()),
             asyncio.create_task(self._follow_plans()),
@@ -110,7 +110,7 @@ class KubernetesDesk:
                     {taking, *readers}, return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in done & readers:
-                    # It follows for ever: if it has ended, then by an error that is for our caller.
+                    # A reader follows forever: if it has ended, it has an error for the caller.
                     readers.discard(task)
                     task.result()
                 if taking in done:
@@ -139,9 +139,9 @@ class KubernetesDesk:
                 self._take_spec(seen.obj)
 
     def _take_spec(self, obj: Mapping[str, Any]) -> None:
-        """Ask for what the spec changes, once the one before it is answered: until then it is not
-        known what the job follows, so not what a change is. Of those that wait the newest counts.
-        """
+        """Ask for what the spec changes, once the spec before it is answered: until then it is
+        unknown what the job follows, and so what the change is. Of waiting specs only the newest
+        counts."""
         if any(asked.observed is not None for asked in self._asked.values()):
             self._next_spec = obj
             return
@@ -149,14 +149,14 @@ class KubernetesDesk:
             self._queue.put_nowait(plan)
 
     def _changes(self, obj: Mapping[str, Any]) -> list[Plan]:
-        """What a spec asks of the job that was not asked before."""
+        """The plans for those parts of a spec that were not asked for before."""
         job, problems = read_job(obj)
         if job.generation == self._generation:
             return []
         self._generation = job.generation
         fatal = [str(one) for one in problems if one.fatal and not one.at_start_only]
         if fatal:
-            # The operator says so in a condition; the job goes on as it is.
+            # The operator reports it in a condition; the job goes on as it is.
             self._say(f"the changed spec is not followed: {'; '.join(fatal)}", Level.WARNING)
             return []
         observed = {
@@ -179,7 +179,7 @@ class KubernetesDesk:
         return plans
 
     async def _follow_plans(self) -> None:
-        # A listing has no order: what comes at once is put into the order in which it was made.
+        # A listing has no order: ScalePlans that come together are sorted by their creation.
         batch: list[ScalePlan] = []
 
         def take() -> None:
@@ -204,14 +204,15 @@ class KubernetesDesk:
                 continue
             self._asked.update(dict.fromkeys(asked.waits_for, asked))
             if not batch:
-                # Runs when `follow` waits for the server again: the whole listing is here by then.
+                # Runs when `follow` waits for the server again: the whole listing has arrived by
+                # then.
                 self._loop.call_soon(take)
             batch.append(plan)
 
     # ---- answers, status and Events out ---------------------------------------------------------
 
     async def answer(self, plan_id: str, *, ok: bool, text: str) -> None:
-        """Write it into the ScalePlan's status, or say that the job follows the new spec."""
+        """Write it into the ScalePlan's status, or report that the job follows the new spec."""
         asked = self._asked.pop(plan_id, None)
         if asked is None:
             return
@@ -223,7 +224,7 @@ class KubernetesDesk:
             self._settle(plan_id, asked)
 
     def _settle(self, key: str, asked: _Asked) -> None:
-        """Everything of it is answered: say so."""
+        """All plans of a ScalePlan or spec are answered: report it."""
         what = f"ScalePlan {asked.name}" if asked.name else "the changed spec"
         if asked.refusals:
             self._news.put("PlanRefused", f"{what} is refused: {asked.summary()}", is_warning=True)
@@ -232,7 +233,7 @@ class KubernetesDesk:
         if asked.observed is None:
             self._put_answer(key, asked)
         else:
-            # A refused change too: the Event says why, and `difference` when it is asked again.
+            # A refused change too: the Event says why, and `difference` says when to ask again.
             refused = {**asked.observed.get(REFUSED, {}), **asked.refused}
             self._observed = {**asked.observed, **_refused(refused)}
             self._put_status()
@@ -267,7 +268,7 @@ class KubernetesDesk:
         self._outbox.put(f"answer to ScalePlan {asked.name} ({key})", write)
 
     async def show(self, view: Mapping[str, object]) -> None:
-        """Write it into the ElasticJob's status, if that says anything new."""
+        """Write the view into the ElasticJob's status, if that changes the status."""
         self._view = view
         self._put_status()
 
@@ -298,20 +299,21 @@ class KubernetesDesk:
         self._status, self._written = status, said
 
     async def tell(self, kind: str, text: str) -> None:
-        """Make an Event of what a person wants to see in `kubectl describe`."""
+        """Make an Event of a story, if people want to see it in `kubectl describe`."""
         self._news.tell(kind, text)
 
     async def close(self) -> None:
-        """Write what is still waiting, within FLUSH_S."""
+        """Finish the waiting writes, within FLUSH_S."""
         if not await self._outbox.close(FLUSH_S):
             self._say(f"not everything could be written within {FLUSH_S:g} s", Level.WARNING)
 
 
 def _known(observed: Mapping[str, Any], job: ElasticJob) -> Mapping[str, Any]:
-    """What the job follows for certain, by what the master before this one could write.
+    """What the job certainly follows, from what the previous master was able to write.
 
-    It may have done more, of any spec that came after that. So whether the job is suspended is
-    asked again, whatever it is. Not the sizes: a later ScalePlan may have changed them.
+    That master may have followed a later spec too, without writing it. So the desk asks again
+    whether the job is suspended, whatever the value is. It does not ask for the sizes again: a
+    later ScalePlan may have changed them.
     """
     if observed.get("generation") == job.generation:
         return observed
@@ -319,11 +321,11 @@ def _known(observed: Mapping[str, Any], job: ElasticJob) -> Mapping[str, Any]:
 
 
 def _refused(sizes: Mapping[str, int]) -> dict[str, Mapping[str, int]]:
-    """As a part of what the job follows."""
+    """The refused sizes as a part of what the job follows."""
     return {REFUSED: sizes} if sizes else {}
 
 
 def _set_fields(limits: Limits) -> dict[str, int]:
-    """Only those that are set: a status has no null."""
+    """Only the limits that are set: a status has no null."""
     every = asdict(limits)
     return {name: most for name, most in every.items() if most is not None}

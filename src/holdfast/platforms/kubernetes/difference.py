@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one spec of an ElasticJob to the next: what is asked of the job, and in which order."""
+"""From one spec of an ElasticJob to the next: which plans the change makes, and in which order."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,20 +8,20 @@ from holdfast.model.order import WORKER, Plan
 from holdfast.model.resources import Limits
 
 REFUSED = "refused"
-"""Under this name `status.observed` has the sizes, by role, that were asked for and refused."""
+"""The name in `status.observed` of the sizes, by role, that were asked for and refused."""
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Plan]:
-    """What `after` asks that `before` did not; everything if there was nothing before.
+    """The plans that `after` makes and `before` did not; all of them if `before` is empty.
 
-    A size that was refused is asked again when what may have been the reason is gone: the limits
-    are others, or the job is suspended. Each size is a plan of its own: refused, it would take
-    whatever is in the same plan with it.
+    A refused size is asked for again when the possible reason is gone: the limits have changed, or
+    the job is suspended. Each size is a separate plan: a refused size would take along everything
+    in the same plan.
     """
     spec_id = f"spec-{after['generation']}"
     old, new = before.get("replicas", {}), after["replicas"]
     suspend = after["suspend"] if before.get("suspend") != after["suspend"] else None
-    # A master begins with the limits of its day.
+    # If `before` has no limits, the master has just begun with the limits of `after`.
     has_other_limits = before.get("limits", after["limits"]) != after["limits"]
     refused: Mapping[str, int] = before.get(REFUSED, {})
     is_new_try = has_other_limits or suspend is True
@@ -32,11 +32,11 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Plan
     if suspend is not None:
         job.append(Plan(plan_id=spec_id, suspend=suspend))
     for role in new:
-        # The workers' size is asked at the beginning, too: none if the only one is the chief.
+        # The workers' size is asked at the beginning too: it is 0 if the only worker is the chief.
         has_other_size = old.get(role, 0) != new[role] and (role in old or role == WORKER)
         if has_other_size or role in again:
             sizes.append(Plan(plan_id=f"{spec_id}/{role}", role=role, nodes=new[role]))
-    # What cannot change while the job runs comes before it goes on, and after it has stopped.
+    # Changes that a running job does not allow come before it resumes, and after it has stopped.
     if suspend is False:
         return [*limits, *sizes, *job]
     return [*limits, *job, *sizes]
@@ -45,7 +45,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Plan
 def still_refused(
     before: Mapping[str, Any], after: Mapping[str, Any], plans: Iterable[Plan]
 ) -> dict[str, int]:
-    """The refused sizes that `after` still has. Of what these plans ask the answer decides."""
+    """The refused sizes that `after` still has. The answers decide about sizes in `plans`."""
     asked = {plan.role for plan in plans if plan.nodes is not None}
     refused: Mapping[str, int] = before.get(REFUSED, {})
     wanted = after["replicas"]

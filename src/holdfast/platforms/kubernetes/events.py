@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes Events: what happened, in words, where `kubectl describe` shows it.
 
-The same thing said again is one Event with a higher count, also after a restart: its name is made
-from what it says. The right to read Events is not needed.
+A repeated message is one Event with a higher count, also after a restart: the Event's name is made
+from its text. The right to read Events is not needed.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ TEXT_MAX = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """The object that something happened to."""
+    """The object that an Event is about."""
 
     api_version: str
     kind: str
@@ -37,7 +37,7 @@ class EventLog:
         self._now = now
 
     async def tell(self, about: About, reason: str, text: str, *, warning: bool = False) -> None:
-        """Say it, or say it once more. `reason` is one word. Raises the errors of the Api."""
+        """Make an Event, or raise its count. `reason` is one word. Raises the errors of the Api."""
         text = text[:TEXT_MAX]
         said = "\n".join((about.uid, self._component, reason, text))
         name = f"{about.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
@@ -70,9 +70,9 @@ class EventLog:
 
     async def _repeat(self, name: str, namespace: str, time: str) -> None:
         try:
-            # The answer to a patch is the only way to see the count without the right to read.
+            # Without the right to read, only the answer to a patch shows the count.
             seen = await self._api.patch(EVENTS, name, {"lastTimestamp": time}, namespace)
             count = int(seen.get("count") or 1) + 1
             await self._api.patch(EVENTS, name, {"count": count}, namespace)
         except NotFound:
-            return  # It was forgotten in this very moment, as all Events are after an hour.
+            return  # The Event expired at this moment, as all Events do after an hour.

@@ -2,7 +2,7 @@
 """Takes the fields out of what a user wrote, and says what is wrong with them in words.
 
 Nothing here raises for a user's mistake: a wrong field is noted, its default is used, and reading
-goes on, so that one look shows every mistake. A field that nobody took is one that nobody knows.
+goes on, so that one look shows every mistake. A field that no reader has taken is unknown.
 """
 
 import difflib
@@ -24,7 +24,7 @@ class Problem:
     fatal: bool = True
     """False for a note: the manifest runs all the same."""
     at_start_only: bool = False
-    """True for one that keeps a job from starting, and not one from going on that runs."""
+    """True for a problem that keeps a job from starting, but not a running job from going on."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.text}"
@@ -54,7 +54,8 @@ class Fields:
         self._problems.append(Problem(self._at(name), text, fatal=False))
 
     def rest(self) -> None:
-        """Name every field that was not taken: it would change nothing, which nobody wants."""
+        """Note every field that no reader has taken: it has no effect, which its author did not
+        want."""
         for name in self._values:
             if name not in self._taken:
                 self.problem(str(name), f"unknown field{suggestion(str(name), self._taken)}")
@@ -66,11 +67,11 @@ class Fields:
         return self._values.get(name) is not None
 
     def names(self) -> list[str]:
-        """Of all fields, for objects whose fields are the user's own names."""
+        """The names of all fields, for objects whose fields the user names."""
         return [str(name) for name in self._values]
 
     def raw(self, name: str) -> object:
-        """Whatever is there; None if nothing is."""
+        """The value of any type; None if there is none."""
         self._taken.append(name)
         return self._values.get(name)
 
@@ -115,13 +116,13 @@ class Fields:
         return Fields(self.raw(name), self._at(name), self._problems)
 
     def items(self, name: str) -> "Iterator[tuple[Fields, object]]":
-        """The objects of a list, each also as it was written."""
+        """The objects of a list, each with its original value."""
         values = self.raw(name)
         if values is not None and not isinstance(values, list):
             self.problem(name, f"must be a list, not {show(values)}")
             return
         for index, value in enumerate(values or ()):
-            # Whoever allows plain text in the list looks at what was written.
+            # A caller that allows plain text in the list looks at the original value.
             fields = None if isinstance(value, str) else value
             yield Fields(fields, f"{self._at(name)}[{index}]", self._problems), value
 
@@ -137,7 +138,7 @@ def suggestion(name: str, known: list[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A value in a sentence: short, and as it is written in a manifest."""
+    """A value in a sentence: short, and written as in a manifest."""
     match value:
         case Mapping():
             return "a mapping"

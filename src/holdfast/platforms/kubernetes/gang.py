@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hints for schedulers that place the pods of a job all at once or not at all.
 
-`ElasticJob.gang` says whose they are. Volcano and coscheduling know a gang by an object of its own,
-a PodGroup; Kueue by what is on the pods.
+`ElasticJob.gang` names the scheduler. Volcano and coscheduling know a gang by a separate object, a
+PodGroup; Kueue by labels and annotations of the pods.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _KUEUE_SIZE = "kueue.x-k8s.io/pod-group-total-count"
 _KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 
 _SCHEDULERS = {VOLCANO: "volcano", COSCHEDULING: "scheduler-plugins-scheduler"}
-"""The names under which these install themselves; a template's own schedulerName wins."""
+"""The names under which these are installed; a schedulerName in the template wins."""
 _API_VERSIONS = {
     VOLCANO: "scheduling.volcano.sh/v1beta1",
     COSCHEDULING: "scheduling.x-k8s.io/v1alpha1",
@@ -31,7 +31,7 @@ _API_VERSIONS = {
 
 
 def join_gang(job: ElasticJob, metadata: dict[str, Any], spec: dict[str, Any]) -> None:
-    """Put into a pod what makes it a member of its job's gang."""
+    """Put the marks of its job's gang into a pod."""
     gang, group = job.gang, group_name(job)
     if gang in _SCHEDULERS:
         spec.setdefault("schedulerName", _SCHEDULERS[gang])
@@ -40,7 +40,7 @@ def join_gang(job: ElasticJob, metadata: dict[str, Any], spec: dict[str, Any]) -
     elif gang == COSCHEDULING:
         metadata["labels"][_COSCHEDULING_GROUP] = group
     elif gang == KUEUE:
-        # All pods of a group must say the same number: it cannot follow the job's size.
+        # All pods of a group must have the same number, so it cannot follow the job's size.
         metadata["annotations"][_KUEUE_SIZE] = str(sum(sizes(job).values()))
         metadata["labels"][_KUEUE_GROUP] = group
         if _KUEUE_QUEUE in job.labels:
@@ -48,7 +48,7 @@ def join_gang(job: ElasticJob, metadata: dict[str, Any], spec: dict[str, Any]) -
 
 
 def pod_group(job: ElasticJob, order: Order) -> Mapping[str, Any] | None:
-    """The object that names the job's gang and its size; None where the scheduler has none."""
+    """The object with the name and size of the job's gang; None if the scheduler uses none."""
     if job.gang not in _SCHEDULERS:
         return None
     counts = sizes(job)
@@ -71,5 +71,5 @@ def pod_group(job: ElasticJob, order: Order) -> Mapping[str, Any] | None:
 
 
 def group_name(job: ElasticJob) -> str:
-    """Of the gang. A later job of the same name has another."""
+    """The name of the gang. A later job of the same name has another one."""
     return f"{job.name}-{job.uid[:8]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of objects that Holdfast deals with, as the paths of the Kubernetes API name them."""
+"""The kinds of objects that Holdfast uses, as the paths of the Kubernetes API name them."""
 
 import re
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Kind:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
-        """The path of all of them, or of one; `namespace` None means all namespaces."""
+        """The path of all objects, or of one; `namespace` None means all namespaces."""
         for word in (namespace, name):
-            # A person may have typed it: it must not lead to another place.
+            # A person may have typed it: it must not lead to another path.
             if word and not _NAME.fullmatch(word):
                 raise UsageError(f"{word!r} cannot be a name in Kubernetes")
         parts = ["/apis" if self.group else "/api", self.api_version]

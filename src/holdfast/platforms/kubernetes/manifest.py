@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An ElasticJob as its author wrote it, read into frozen values.
 
-`read_job` never raises for what somebody wrote. It answers with the job, as far as it can be told,
-and with every problem in one sentence each. A *fatal* one must keep the job from starting: what
-would run is not what was meant. The others are notes: fields of the prior art that mean nothing
-here, with the reason.
+`read_job` never raises for a mistake in the manifest. It returns the job, as far as it is readable,
+and every problem in one sentence each. A *fatal* problem must keep the job from starting, because
+what runs would not be what the author meant. The others are notes: fields of the prior art that
+mean nothing here, with the reason.
 """
 
 import enum
@@ -45,7 +45,7 @@ class Strategy(enum.StrEnum):
 
 
 class OptimizeMode(enum.StrEnum):
-    """Who may change what nodes ask for: people alone, the master, or a brain for all jobs."""
+    """Who may change the resources of nodes: people alone, the master, or a brain for all jobs."""
 
     MANUAL = "manual"
     SINGLE_JOB = "single-job"
@@ -54,7 +54,7 @@ class OptimizeMode(enum.StrEnum):
 
 
 class PendingStrategy(enum.StrEnum):
-    """What follows when nodes stay pending for too long; the prior art numbers them 0, 1, 2."""
+    """What to do when nodes stay pending for too long; the prior art numbers them 0, 1, 2."""
 
     SKIP = "skip"
     NECESSARY = "necessary"
@@ -63,10 +63,10 @@ class PendingStrategy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateVolume:
-    """Where the master keeps what it knows: a claim of its own, or the pod's own disk."""
+    """Where the master keeps its state: a volume claim, or the pod's own disk."""
 
     ephemeral: bool = False
-    """True: an emptyDir, which dies with the master's pod."""
+    """True: an emptyDir, which is lost with the master's pod."""
     size: str = STATE_SIZE
     storage_class: str | None = None
     """None: the cluster's default."""
@@ -84,15 +84,15 @@ class Role:
     restart_count: int = RESTARTS
     """How often a node of this role is launched again."""
     restart_timeout_s: int = 0
-    """How long a rank that does not run is waited for, however often it is relaunched; 0: ever."""
+    """How long to wait for a rank that does not run, over all its relaunches; 0: forever."""
     auto_scale: bool = True
-    """Whether the master may change what these nodes ask for; see also `optimize_mode`."""
+    """Whether the master may change the resources of these nodes; see also `optimize_mode`."""
     priority: str = ""
-    """"high", "low", "" for what the template says, or the part of the nodes that are high."""
+    """high", "low", "" for the template's own, or the share of the nodes with high priority."""
     critical_nodes: str = ""
-    """"all", "none", "" for what the strategy says, or as `critical_ranks` has it."""
+    """all", "none", "" for the strategy's default, or ranks as in `critical_ranks`."""
     critical_ranks: Mapping[int, int] = field(default_factory=dict)
-    """How often each of these ranks may be launched again; without it the job cannot go on."""
+    """How often each of these ranks may be launched again; without such a rank the job ends."""
     batch_scheduler: str = ""
     """"volcano" for gang scheduling; empty for the cluster's own scheduler."""
     restart_policy: str = ""
@@ -114,17 +114,17 @@ class ElasticJob:
     optimize_mode: OptimizeMode = OptimizeMode.SINGLE_JOB
     brain_service: str = ""
     resource_limits: Limits = NO_LIMITS
-    """Of all nodes together."""
+    """Limits of all nodes together."""
     envs: tuple[Mapping[str, Any], ...] = ()
     """Environment variables for every node, in the form of a container's `env`."""
     suspend: bool = False
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """By their names in `ROLES`."""
+    """The roles, by their names in `ROLES`."""
     master: Role | None = None
-    """What the user says about the master's pod; None if nothing."""
+    """The user's description of the master's pod; None if there is none."""
 
     ttl_s: int | None = None
-    """How long a job stays after its end; None for ever."""
+    """How long a job stays after its end; None: forever."""
     state_volume: StateVolume = field(default_factory=StateVolume)
     master_image: str = ""
 
@@ -135,10 +135,10 @@ class ElasticJob:
     own_security: bool = False
     """The securityContext of the master's template wins over the safe one."""
     gang: str = ""
-    """Whose scheduler places all nodes at once or none, one of `GANGS`; empty for nobody's."""
+    """The scheduler that places all nodes at once or none, one of `GANGS`; empty for none."""
 
     def may_scale(self, role: Role) -> bool:
-        """Whether the master may change by itself what nodes of this role ask for."""
+        """Whether the master may change the resources of this role's nodes by itself."""
         return role.auto_scale and self.optimize_mode is not OptimizeMode.MANUAL
 
 
@@ -237,7 +237,7 @@ def _texts(fields: Fields, name: str) -> dict[str, str]:
 def _read_role(role_fields: Fields, name: str) -> Role:
     fields = role_fields.nested(name)
     template = fields.raw("template")
-    # Nodes of these roles run the worker's program where they have none of their own.
+    # Nodes of these roles run the worker's program if the role has none.
     borrows = name in (CHIEF, EVALUATOR) and not template
     resources = NOTHING if borrows else read_template(fields.nested("template"))
     role = _role(fields, template=template, resources=resources)
@@ -278,11 +278,11 @@ _UNUSED_BY_MASTERS: dict[str, tuple[object, ...]] = {
     "batchScheduler": ("", "default"),
     "BatchScheduler": ("", "default"),
 }
-"""What says nothing about them, for each field: the API server puts defaults in."""
+"""For each field, the values that mean nothing: the API server fills in these defaults."""
 
 
 def _role(fields: Fields, *, template: object, resources: Resources) -> Role:
-    """What all roles have."""
+    """The parts that all roles have."""
     critical = fields.text("criticalNodes")
     role = Role(
         replicas=fields.number("replicas", 1),
@@ -322,7 +322,7 @@ def _with_templates(roles: Mapping[str, Role]) -> dict[str, Role]:
 
 
 def _read_priority(fields: Fields) -> str:
-    """Words stay words; a fraction may be written as a number or as text."""
+    """Words stay words; a share may be written as a number or as text."""
     value = fields.raw("priority")
     if value is None or value in ("", "high", "low"):
         return str(value or "")
@@ -360,7 +360,7 @@ def _pairs(text: str) -> dict[int, int] | None:
 
 
 def _read_batch_scheduler(fields: Fields) -> str:
-    """The prior art writes it with a capital B; others do as everywhere else."""
+    """The prior art writes it with a capital B, other programs in the usual form."""
     capital = fields.choice("BatchScheduler", _BATCH_SCHEDULERS, "")
     small = fields.choice("batchScheduler", _BATCH_SCHEDULERS, "")
     if capital and small and capital != small:
@@ -391,7 +391,7 @@ def _check_security(job: ElasticJob, role_fields: Fields) -> None:
 
 
 def _check_sense(job: ElasticJob, spec: Fields, role_fields: Fields) -> None:
-    """Rules that more than one field is needed for."""
+    """Check the rules that involve more than one field."""
     if job.strategy is Strategy.PARAMETER_SERVER:
         if PS not in job.roles or job.roles[PS].replicas == 0:
             role_fields.problem(PS, f"a job of {job.strategy} needs parameter servers")
@@ -419,7 +419,7 @@ def _check_sense(job: ElasticJob, spec: Fields, role_fields: Fields) -> None:
 
 
 def _check_limits(job: ElasticJob, spec: Fields) -> None:
-    """The limits of a job that runs already are its master's affair."""
+    """Check the limits at the start; in a running job the master checks them."""
     asked = sum((role.resources.times(role.replicas) for role in job.roles.values()), NOTHING)
     if refusal := job.resource_limits.refusal(asked):
         spec.problem("resourceLimits", refusal, at_start_only=True)
@@ -429,7 +429,7 @@ def _check_limits(job: ElasticJob, spec: Fields) -> None:
 
 
 def _read_envs(fields: Fields) -> tuple[Mapping[str, Any], ...]:
-    """The prior art has them by name, each a container's `env` entry that may repeat its name."""
+    """The prior art lists them by name, each a container's `env` entry that may repeat its name."""
     envs: list[dict[str, Any]] = []
     for name in fields.names():
         entry = fields.nested(name)
@@ -485,7 +485,7 @@ _NOT_NEEDED = {
 
 
 def _read_annotations(fields: Fields) -> dict[str, Any]:
-    """What annotations say about the job; others than these are none of our business."""
+    """The settings of the job in annotations; all other annotations are ignored."""
     known = ["pending_timeout", "pending_fail_strategy", "group_affinity", *_NOT_NEEDED]
     for name in fields.names():
         if name in _NOT_NEEDED:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps the pod of a job's master harmless.
 
-Of the user's template it counts as whom a container runs, unless that is root. Everything else in a
-securityContext, and the namespaces of the machine, count only where the job says so by name: an own
-value of a container goes before that of its pod, so one of them is enough to take the protection
-away.
+Of the user's template, the user that a container runs as counts, unless it is root. Everything else
+in a securityContext, and the namespaces of the machine, counts only if the job says so by name: a
+container's own value overrides that of its pod, so a single one is enough to remove the protection.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 USER_ID = 10001
-"""Whom a master runs as, unless its template says otherwise: nobody in particular."""
+"""The user id of a master, unless its template has another one: an arbitrary one, not root."""
 
 _USER = {"runAsUser": USER_ID, "runAsGroup": USER_ID, "fsGroup": USER_ID}
 _OF_TEMPLATE = frozenset(
@@ -22,11 +21,12 @@ _OF_TEMPLATE = frozenset(
         "supplementalGroupsPolicy",
     }
 )
-"""What counts of a template's securityContext. A list of what does not would miss what Kubernetes
-adds: `procMount`, `appArmorProfile`, `windowsOptions.hostProcess` all came later."""
+"""The fields of a template's securityContext that count. A list of the fields that do not would
+miss those that Kubernetes adds: `procMount`, `appArmorProfile`, `windowsOptions.hostProcess` all
+came later."""
 
 _ROOT = ("runAsUser", 0)
-"""Does not count: with `runAsNonRoot` the kubelet refuses the pod, and the job has no master."""
+"""Never counts: with `runAsNonRoot` the kubelet refuses the pod, and the job has no master."""
 
 _SAFE_POD = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 _SAFE_ROOT = {
@@ -42,16 +42,16 @@ _ANNOTATIONS = (
     "container.seccomp.security.alpha.kubernetes.io/",
     "seccomp.security.alpha.kubernetes.io/",
 )
-"""How older versions of Kubernetes are told of profiles; each begins like this."""
+"""Prefixes of the annotations that set profiles in older versions of Kubernetes."""
 
 
 def secure(template: dict[str, Any], main: dict[str, Any], *, own: bool) -> None:
-    """Change a master's template, of which this container is the master. `own`: as the job says by
-    name, what the template has goes before what is safe."""
+    """Change a master's template; `main` is the container in which the master runs. With `own` the
+    job says by name that values of the template override the safe ones."""
     spec = template["spec"]
     if own:
         spec["securityContext"] = {**_USER, **_SAFE_POD, **_context(spec)}
-        # No more than that: what the pod says of users and profiles is meant for it, too.
+        # No more than that: the pod's users and profiles are meant for this container too.
         main["securityContext"] = {**_SAFE_ROOT, **_context(main)}
         return
     for name in _HOST:
@@ -65,7 +65,7 @@ def secure(template: dict[str, Any], main: dict[str, Any], *, own: bool) -> None
 
 
 def without_effect(template: Mapping[str, Any]) -> list[str]:
-    """Paths of what `secure` takes away, unless the job says by name that it is meant."""
+    """Paths of the values that `secure` removes, unless the job says by name that it wants them."""
     spec, metadata = template.get("spec"), template.get("metadata")
     annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
     paths = [
@@ -90,7 +90,7 @@ def without_effect(template: Mapping[str, Any]) -> list[str]:
 
 
 def _containers(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each with its path. What is no container the API server will refuse."""
+    """Each container with its path. The API server refuses entries that are no containers."""
     for name in ("initContainers", "containers"):
         found = spec.get(name)
         for index, one in enumerate(found if isinstance(found, list) else ()):

@@ -19,52 +19,52 @@ MASTER_ROLE = "dlrover-master"
 """The role of the pod that runs the job's master; the others are in `manifest.ROLES`."""
 
 MASTER_PORT = 50001
-"""Where agents attach."""
+"""The port where agents attach."""
 HTTP_PORT = 50002
-"""Where people and tools look at the job."""
+"""The port where people and tools look at the job."""
 
 SECRETS_DIR = "/var/run/holdfast"
-"""Where a pod finds what is below, as files of these names."""
+"""The folder in a pod that has the secrets below, as files of these names."""
 TOKEN_KEY = "token"
 CA_KEY = "ca.crt"
 CERT_KEY = "tls.crt"
 KEY_KEY = "tls.key"
 
 STATE_DIR = "/var/lib/holdfast"
-"""Where the master's journal is."""
+"""The folder of the master's journal."""
 
 OPERATOR_MANAGER = "holdfast-operator"
 MASTER_MANAGER = "holdfast-master"
-"""Who owns a field that was written by server-side apply: neither overwrites the other's."""
+"""The owner of the fields written by server-side apply: no owner overwrites another's fields."""
 
 JOB_NAME_LENGTH_MAX = 63 - len("elasticjob--dlrover-master")
 """A Service's name, made from the job's, has at most 63 characters."""
 
 
 def master_name(job: str) -> str:
-    """Of the master's Service, ServiceAccount, Role, RoleBinding and volume claim."""
+    """The name of the master's Service, ServiceAccount, Role, RoleBinding and volume claim."""
     return f"elasticjob-{job}-{MASTER_ROLE}"
 
 
 def master_pod_name(job: str, number: int) -> str:
-    """Of the master's pod; the number rises with every new one."""
+    """The name of the master's pod; the number rises with every new pod."""
     return f"{master_name(job)}-{number}"
 
 
 def master_address(job: str, namespace: str) -> str:
-    """Where agents inside the cluster find the master."""
+    """The address of the master for agents inside the cluster."""
     return f"{master_name(job)}.{namespace}.svc:{MASTER_PORT}"
 
 
 def node_pod_name(job: str, role: str, node_id: NodeId) -> str:
-    """Of a node's pod. Node ids are unique over the whole job, so the name tells one node."""
+    """The name of a node's pod. A node id is unique in the job, so the name identifies the node."""
     return f"{job}-edljob-{role}-{node_id}"
 
 
 def secret_name(job: str, uid: str) -> str:
-    """Of the Secret with the job's token; a later job of the same name has another.
+    """The name of the Secret with the job's token; a later job of the same name has another one.
 
-    So whoever finds the name taken knows by whom, without the right to read Secrets.
+    So a client that finds the name taken knows whose it is, without the right to read Secrets.
     """
     return f"{master_name(job)}-{uid[:8]}"
 
@@ -76,7 +76,7 @@ def selector(job: str, role: str = "") -> str:
 
 
 def owner_reference(job: str, uid: str) -> dict[str, object]:
-    """Makes the job the owner of an object: it is cleaned up with the job."""
+    """The reference that makes the job the owner of an object: it is deleted with the job."""
     return {
         "apiVersion": API_VERSION,
         "kind": "ElasticJob",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in a job, as Kubernetes Events: what a person wants to know, and not too many."""
+"""What happens in a job, as Kubernetes Events: what people want to know, and not too much of it."""
 
 import asyncio
 from collections.abc import Callable
@@ -38,12 +38,12 @@ NEWS = {
 ALWAYS = frozenset({"JobSuspended", "JobResumed", "JobSucceeded", "JobFailed"})
 EVENTS_AT_ONCE = 25
 EVENT_EVERY_S = 5.0
-"""A thousand nodes that are lost together are not a thousand Events: after the first ones there is
-one in so many seconds, and it tells how many were left out."""
+"""A thousand nodes that are lost together must not make a thousand Events: after the first few
+there is one in this time, and it says how many were left out."""
 
 
 class News:
-    """Tells of one job."""
+    """Makes the Events of one job."""
 
     def __init__(
         self, api: Api, job: ElasticJob, outbox: Outbox, wall: Callable[[], float]

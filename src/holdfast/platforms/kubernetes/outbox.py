@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes that must arrive, whatever becomes of the API server meanwhile, and hold nobody up."""
+"""Writes that must arrive in spite of outages of the API server, and that hold up no caller."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,8 +10,8 @@ from holdfast.runtime.observe import Level, Say
 
 FORBIDDEN = 403
 FORBIDDEN_TRIES = 6
-"""A server that has just started may forbid for a moment what it allows; a missing right it forbids
-for ever."""
+"""A server that has just started may forbid at first what it allows later; without the right it
+forbids forever."""
 
 Write = Callable[[], Awaitable[None]]
 
@@ -19,8 +19,8 @@ Write = Callable[[], Awaitable[None]]
 class Outbox:
     """Does writes one after the other, in the order in which their keys came first.
 
-    Of one key only the newest counts. What nobody answered is done again; what the server refuses
-    is said once and dropped; what concerns an object that is gone is dropped without a word.
+    Of one key only the newest write counts. A write without an answer is repeated; a refused write
+    is logged once and dropped; a write to an object that is gone is dropped silently.
     """
 
     def __init__(self, say: Say) -> None:
@@ -32,13 +32,13 @@ class Outbox:
         self._worker = asyncio.create_task(self._work())
 
     def put(self, key: str, write: Write) -> None:
-        """Have it done, instead of an older write of this key that is not done yet."""
+        """Queue a write; it replaces an older write of this key that is not done yet."""
         self._writes[key] = write
         self._is_empty.clear()
         self._has_work.set()
 
     async def close(self, within_s: float) -> bool:
-        """Wait until everything is done, but not for longer; whether it was."""
+        """Wait for all writes, at most this long; whether all were done."""
         try:
             async with asyncio.timeout(within_s):
                 await self._is_empty.wait()
@@ -69,7 +69,7 @@ class Outbox:
                 self._say(f"the {key} cannot be written: {exc}", Level.WARNING)
             outage.renew()
             forbidden.renew()
-            # A newer one may have come meanwhile.
+            # A newer write of the key may have come meanwhile.
             if self._writes[key] is write:
                 del self._writes[key]
             if not self._writes:

@@ -9,11 +9,12 @@ from holdfast.model.role import RoleSpec
 from holdfast.platforms.kubernetes.manifest import CHIEF, PS, ElasticJob, Role, Strategy
 
 UNLIMITED = 1_000_000
-"""Evictions, preemptions and lost machines say nothing about the job: growing pauses bound them."""
+"""For evictions, preemptions and lost machines: they say nothing about the job, and growing pauses
+slow them down."""
 
 
 def sizes(job: ElasticJob) -> dict[str, int]:
-    """How many nodes each role has. With parameter servers somebody must be the chief."""
+    """How many nodes each role has. A job with parameter servers needs a chief."""
     counts = {name: role.replicas for name, role in job.roles.items()}
     if job.strategy is Strategy.PARAMETER_SERVER and not counts.get(CHIEF):
         counts[CHIEF] = 1
@@ -22,7 +23,7 @@ def sizes(job: ElasticJob) -> dict[str, int]:
 
 
 def plain_roles(job: ElasticJob) -> dict[str, RoleSpec]:
-    """The roles without agents: all of a job with parameter servers, else those beside workers."""
+    """The roles without agents: all roles of a job with parameter servers, else all but workers."""
     has_servers = job.strategy is Strategy.PARAMETER_SERVER
     return {
         name: _role_spec(job, name, nodes)
@@ -48,20 +49,21 @@ def _role_spec(job: ElasticJob, name: str, nodes: int) -> RoleSpec:
     )
     if name != WORKER or role.critical_nodes == "all":
         return spec
-    # Where nobody says which workers are needed, the first one is.
+    # If the manifest does not say which workers are critical, the first one is.
     critical = {0: role.restart_count} if role.critical_nodes == "" else dict(role.critical_ranks)
     return replace(spec, critical=critical, critical_others=None)
 
 
 def _stand_in(job: ElasticJob) -> Role:
-    """Whose description a role has that the manifest does not describe: the worker's."""
+    """The description of a role that the manifest does not describe: the worker's."""
     return job.roles.get(WORKER) or job.roles[PS]
 
 
 def relaunches(restart_count: int, *, of_the_program: bool) -> dict[ExitReason, int]:
     """How often a rank is launched again, by the reason of its loss.
 
-    A program that fails by itself fails again; where all train together it may be another's fault.
+    A program that fails by itself fails again; where all nodes train together, another node may be
+    at fault.
     """
     by_reason = dict.fromkeys(ExitReason, restart_count)
     by_reason[ExitReason.KILLED] = by_reason[ExitReason.LOST] = UNLIMITED

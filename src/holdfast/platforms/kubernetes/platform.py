@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes as pods: the platform of a job inside a cluster.
 
-What is asked of a node (that it be there, or that it be gone) is a *wish*. Each wish has a task of
-its own that works on it until the API server has taken it over, through outages of any length: no
-node waits for another. What becomes of the nodes is learned from a watch alone.
+A request about a node (that it exists, or that it is gone) is a *wish*. Each wish has its own task,
+which works on it until the API server has accepted it, through outages of any length: no node waits
+for another. The state of nodes is learned only from a watch.
 
 A pod that ended is kept, so that people can read its log, until a later pod of the same role and
-rank has ended too. The rest goes with the job, by owner references. A pod whose main container
-ended while others run on is deleted: what it reserves is needed for its successor.
+rank has ended too. The rest is deleted with the job, by owner references. A pod whose main
+container ended while others run on is deleted: its successor needs the resources that it reserves.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from holdfast.runtime.observe import Level, Say
 
 FORBIDDEN = 403
 LOOK_S = 2.0
-"""How long the watch has to tell of a change after a node's stream broke."""
+"""How long the watch may take to report a change after a node's stream broke."""
 
 
 class _Away(enum.Enum):
@@ -56,29 +56,29 @@ class KubernetesPlatform:
     def __init__(
         self, api: Api, job: ElasticJob, *, known: Collection[NodeId] = (), say: Say
     ) -> None:
-        """`known` are nodes that an earlier master has seen: whatever is not there is gone."""
+        """`known` are nodes that an earlier master has seen: those without a pod are gone."""
         self._api = api
         self._job = job
         self._say = say
         self._sightings: asyncio.Queue[Sighting | None] = asyncio.Queue()
         self._told: dict[NodeId, Sighting] = {}
-        #: The job's pods, as they were seen last.
+        #: The job's pods, as the watch saw them last.
         self._pods: dict[NodeId, Pod] = {}
         self._known = set(known)
         self._follower: asyncio.Task[None] | None = None
-        #: Runs from the moment a node's stream broke until the watch tells of anything.
+        #: Runs from the moment a node's stream broke until the watch reports anything.
         self._look: asyncio.TimerHandle | None = None
         self._wishes: dict[NodeId, _Wish] = {}
         self._errands: dict[NodeId, asyncio.Task[None]] = {}
-        #: Set when an errand that pauses has a reason to go on.
+        #: Set when a pausing task of a wish has a reason to go on.
         self._wakes: dict[NodeId, asyncio.Event] = {}
-        #: Nodes that never come back, whatever was under way when they were removed.
+        #: Nodes that must never come back, whatever was under way when they were removed.
         self._removed: set[NodeId] = set()
         #: By role and rank: the last node that ended.
         self._ended: dict[tuple[str, str], NodeId] = {}
         self._gang: Mapping[str, Any] | None = None
         self._gang_lock = asyncio.Lock()
-        #: Nodes whose wishes could not be carried out at the last try.
+        #: Nodes whose wishes failed at the last try.
         self._undone: set[NodeId] = set()
 
     async def launch(self, order: Order) -> None:
@@ -91,7 +91,7 @@ class KubernetesPlatform:
         self._wish(node_id, _Away.REMOVE)
 
     async def watch(self) -> AsyncIterator[Sighting]:
-        """All pods of the job, then every change that means something to a node."""
+        """All pods of the job, then every change that matters for a node."""
         self._told.clear()
         self._follow_from_a_listing()
         try:
@@ -108,7 +108,7 @@ class KubernetesPlatform:
             self._look = loop.call_later(LOOK_S, self._follow_from_a_listing)
 
     async def close(self) -> None:
-        """Give up what is under way; pods stay. The client belongs to whoever gave it."""
+        """Give up what is under way; pods stay. The caller closes the API client."""
         tasks = list(self._errands.values())
         if self._follower is not None:
             tasks.append(self._follower)
@@ -120,7 +120,8 @@ class KubernetesPlatform:
     # ---- what is seen ----------------------------------------------------------------------------
 
     def _follow_from_a_listing(self) -> None:
-        """Begin to follow, or follow on a new connection; what is gone meanwhile is told."""
+        """Begin to follow, or go on with a new connection; pods that went meanwhile are
+        reported."""
         self._stop_following()
         self._known.update(self._pods)
         self._pods.clear()
@@ -138,7 +139,7 @@ class KubernetesPlatform:
             self._sightings.put_nowait(None)
 
     def _is_heard(self) -> None:
-        """The watch works: it tells what else there is without being asked."""
+        """The watch works: it will report all other changes by itself."""
         if self._look is not None:
             self._look.cancel()
             self._look = None
@@ -159,7 +160,7 @@ class KubernetesPlatform:
         if node_id is None:
             return
         if change.gone and node_id in self._wakes:
-            # Perhaps it was in the way: a pod of an older job of this name.
+            # It may have blocked the name: a pod of an older job of this name.
             self._wakes[node_id].set()
         if not pod.is_of(self._job.uid):
             return
@@ -168,11 +169,11 @@ class KubernetesPlatform:
         if seen is not None:
             self._tell(seen)
         if isinstance(self._wishes.get(node_id), Order):
-            # The server has made it, whether we heard its answer or not.
+            # The server has made it, whether its answer arrived or not.
             del self._wishes[node_id]
             self._wakes[node_id].set()
         if change.gone:
-            # A node lives once: what is still under way must not bring it back.
+            # A node lives once: requests under way must not bring it back.
             self._removed.add(node_id)
             self._pods.pop(node_id, None)
             return
@@ -180,11 +181,11 @@ class KubernetesPlatform:
         if pod.is_over:
             self._keep_last_log(node_id, pod)
         elif not pod.is_leaving and (pod.is_held_up or node_id in self._removed):
-            # Removed: it was being made then, and nobody knew whether it would be.
+            # Removed: its pod was being made then, and the outcome was unknown.
             self._wish(node_id, _Away.REMOVE)
 
     def _take_in_listing(self) -> None:
-        """What an earlier master has seen and is not in a whole listing is gone."""
+        """Nodes that an earlier master has seen and that a whole listing lacks are gone."""
         for node_id in sorted(self._known - self._wishes.keys()):
             self._see(node_id, Phase.GONE, ExitReason.KILLED, "its pod was gone when we looked")
         self._known.clear()
@@ -200,7 +201,7 @@ class KubernetesPlatform:
         self._tell(Sighting(node_id=node_id, phase=phase, reason=reason, message=message))
 
     def _tell(self, seen: Sighting) -> None:
-        """Most changes of a pod change nothing for its node."""
+        """Report a change, if it is one for the node: most changes of a pod are not."""
         if self._told.get(seen.node_id) != seen:
             self._told[seen.node_id] = seen
             self._sightings.put_nowait(seen)
@@ -258,8 +259,8 @@ class KubernetesPlatform:
             await self._gather_gang(order)
             if service is not None:
                 await self._apply(SERVICES, service)
-            # Not server-side apply: a pod that is there cannot become another one, so there is
-            # nothing to apply to it; docs/kubernetes.md says what else it would break.
+            # Not server-side apply: an existing pod cannot become another one, so there is nothing
+            # to apply to it; docs/kubernetes.md says what else it would break.
             await self._api.create(PODS, pod, job.namespace, strict=True)
         except Conflict:
             return await self._is_there(order, pod["metadata"]["name"])
@@ -267,7 +268,8 @@ class KubernetesPlatform:
             self._see(order.node_id, Phase.FAILED, ExitReason.ERROR, str(exc))
         except Refusal as exc:
             if exc.status == FORBIDDEN or isinstance(exc, NotFound):
-                # A quota, a right, a priority class or a namespace: people can give it any time.
+                # A missing quota, right, priority class or namespace: people can provide it at any
+                # time.
                 self._see(order.node_id, Phase.PENDING, None, f"its pod cannot be made yet: {exc}")
                 return False
             why = f"its pod cannot be made: {exc}"
@@ -281,8 +283,8 @@ class KubernetesPlatform:
         except NotFound:
             return False
         if pod.is_of(self._job.uid):
-            # A master whose journal was lost gives this id again. What the watch told of the pod
-            # before was of a node that it did not know.
+            # A master whose journal was lost gives this id again. Earlier reports about the pod
+            # were about a node that this master did not know.
             self._told.pop(order.node_id, None)
             if (seen := sighting(pod)) is not None:
                 self._tell(seen)
@@ -302,13 +304,13 @@ class KubernetesPlatform:
             await self._api.delete(PODS, meta.name, self._job.namespace, uid=meta.uid)
 
     async def _look_up(self, node_id: NodeId) -> list[Pod]:
-        """The pods of a node of which the watch has said nothing yet."""
+        """The pods of a node that the watch has not reported yet."""
         labels = f"{names.selector(self._job.name)},{names.NODE_ID_LABEL}={node_id}"
         found = await self._api.list(PODS, self._job.namespace, labels=labels, type=Pod)
         return [pod for pod in found.items if pod.is_of(self._job.uid) and pod.node_id == node_id]
 
     async def _gather_gang(self, order: Order) -> None:
-        """Tell the scheduler how many belong together, whenever that has changed."""
+        """Tell the scheduler how many nodes belong together, whenever that has changed."""
         group = pod_group(self._job, order)
         async with self._gang_lock:
             if group is None or group == self._gang:

@@ -2,7 +2,8 @@
 """What a pod says about the node that runs in it. Pure: a pod in, a sighting out.
 
 Only the *main* container is the node. A sidecar that still runs does not keep a node alive whose
-main container ended, and one that failed does not spoil a node whose main container ended well.
+main container has ended, and a failed sidecar does not spoil a node whose main container ended
+well.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from holdfast.platforms.kubernetes import names
 from holdfast.ports.platform import Sighting
 
 MAIN_ANNOTATION = "holdfast.io/main-container"
-"""Which container is the main one. Others may be put into a pod after it was made."""
+"""Which container is the main one. Other programs may add containers after the pod was made."""
 
 OF_THE_POD = {
     "Evicted": ExitReason.KILLED,
@@ -31,22 +32,22 @@ OF_THE_POD = {
     "OutOfmemory": ExitReason.KILLED,
     "OutOfpods": ExitReason.KILLED,
     "NodeLost": ExitReason.LOST,
-    # The machine took the pod and could not give it its devices.
+    # The machine accepted the pod and could not give it its devices.
     "UnexpectedAdmissionError": ExitReason.HARDWARE,
 }
-"""By the reason that a pod as a whole gives for its end."""
+"""Reasons of the end, by the reason that the pod as a whole gives."""
 
 OF_THE_DISRUPTION = {"DeletionByPodGC": ExitReason.LOST}
-"""By the reason of a pod's condition DisruptionTarget; the others are kills: preemption, eviction,
-a taint. The garbage collector takes the pods of machines that are gone."""
+"""By the reason of a pod's condition DisruptionTarget; all others are kills: preemption, eviction,
+a taint. The garbage collector deletes the pods of machines that are gone."""
 
 OF_THE_CONTAINER = {
-    # These come with the exit codes 127 and 128, which mean something else where a program ran.
+    # These come with the exit codes 127 and 128, which mean something else if a program ran.
     "ContainerCannotRun": ExitReason.ERROR,
     "StartError": ExitReason.ERROR,
     "ContainerStatusUnknown": ExitReason.LOST,
 }
-"""By the reason that the runtime gives for the end of a container."""
+"""Reasons of the end, by the reason that the runtime gives for a container."""
 
 WAITING_WORDS = {
     "ErrImagePull": "cannot be pulled",
@@ -54,7 +55,7 @@ WAITING_WORDS = {
     "ErrImageNeverPull": "is not there and must not be pulled",
     "InvalidImageName": "has an invalid name",
 }
-"""Of reasons for which a container's image keeps it waiting."""
+"""Words for the reasons for which a container waits for its image."""
 
 NORMAL_WAITING = frozenset({"", "ContainerCreating", "PodInitializing"})
 
@@ -62,7 +63,7 @@ MESSAGE_LENGTH_MAX = 500
 
 
 class _Camel(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
-    """Decodes only what is named: a watch of thousands of pods must stay small."""
+    """Decodes only the fields that it declares: a watch of thousands of pods must stay small."""
 
 
 class Owner(_Camel, frozen=True):
@@ -129,7 +130,7 @@ class Spec(_Camel, frozen=True):
 
 
 class Pod(_Camel, frozen=True):
-    """The part of a pod that tells about its node."""
+    """The part of a pod that describes its node."""
 
     metadata: Meta = Meta()
     spec: Spec = Spec()
@@ -146,30 +147,31 @@ class Pod(_Camel, frozen=True):
 
     @property
     def slot(self) -> tuple[str, str]:
-        """Role and rank: what a successor has in common with it."""
+        """Role and rank: what it shares with its successor."""
         labels = self.metadata.labels
         return labels.get(names.ROLE_LABEL, ""), labels.get(names.NODE_RANK_LABEL, "")
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it was told to go. It runs on until its grace period is over."""
+        """Whether it was told to end. It runs on until its grace period is over."""
         return bool(self.metadata.deletion_timestamp)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """Whether nothing in it runs any more."""
         return self.status.phase in ("Failed", "Succeeded")
 
     @property
     def is_held_up(self) -> bool:
-        """Whether its node ended and a sidecar goes on for ever, with all that the pod reserves."""
+        """Whether its node has ended and a sidecar runs on forever, with all that the pod
+        reserves."""
         others = [state for state in self.status.container_statuses if state is not self.main()]
         return self.main().state.terminated is not None and any(
             other.state.terminated is None for other in others
         )
 
     def is_of(self, job_uid: str) -> bool:
-        """Whether it belongs to this very job, not to an older one of the same name."""
+        """Whether it belongs to this job, not to an older one of the same name."""
         return any(owner.uid == job_uid for owner in self.metadata.owner_references)
 
     def main(self) -> Container:
@@ -181,7 +183,7 @@ class Pod(_Camel, frozen=True):
 
 
 def sighting(pod: Pod, *, gone: bool = False) -> Sighting | None:
-    """What the pod says about its node; None if it is the pod of none.
+    """What the pod says about its node; None if it is not the pod of a node.
 
     `gone` says that the pod does not exist any more, and `pod` is how it was seen last.
     """
@@ -202,7 +204,7 @@ _Seen = tuple[Phase, ExitReason | None, str]
 
 
 def seen(pod: Pod) -> _Seen:
-    """Phase, reason of the end and words about whatever runs in the main container."""
+    """Phase, reason of the end, and words about the main container."""
     ended = pod.main().state.terminated
     if pod.status.phase == "Failed" or ended is not None:
         return _ended(pod)
@@ -224,8 +226,8 @@ def _ended(pod: Pod) -> _Seen:
 
 
 def _was_sent_away(pod: Pod, ended: Ended | None) -> bool:
-    """Whether somebody else ended it. With which code it went then says nothing: a node that saved
-    what it had and went in peace has not finished its work."""
+    """Whether the cluster or a user ended it. Its exit code then says nothing: a node that saved
+    its state and ended in peace has not finished its work."""
     if pod.status.reason in OF_THE_POD or pod.status.condition("DisruptionTarget").status == "True":
         return True
     if not pod.is_leaving or ended is None or ended.finished_at is None:
@@ -239,7 +241,7 @@ def _was_sent_away(pod: Pod, ended: Ended | None) -> bool:
 
 
 def _failure(pod: Pod, ended: Ended | None, *, was_sent_away: bool) -> tuple[ExitReason, str]:
-    """Why it failed. What the kernel and the cluster know comes before what an exit code means."""
+    """Why it failed. What the kernel and the cluster know overrides the meaning of an exit code."""
     if ended is not None and ended.reason == "OOMKilled":
         return ExitReason.OOM, "its main container ran out of memory"
     if pod.status.reason in OF_THE_POD:
@@ -266,7 +268,7 @@ def _of_exit(ended: Ended) -> ExitReason:
 
 
 def _how(ended: Ended) -> str:
-    """How a container ended, with its last words: usually a program's last lines."""
+    """How a container ended, with its message: usually the program's last lines."""
     how = f"ended with code {ended.exit_code}"
     if ended.reason not in ("", "Error", "Completed"):
         how = f"{how} ({ended.reason})"
@@ -290,7 +292,7 @@ def _sent_away_reason(pod: Pod) -> ExitReason:
 def _machine_is_silent(pod: Pod) -> bool:
     """Whether the cluster took readiness away from a pod because its machine does not answer.
 
-    Clusters say so by a reason or, most of them, by none, which no machine that answers would do.
+    Some clusters give a reason for it. Most give none, which a machine that answers never does.
     """
     ready = pod.status.condition("Ready")
     is_unexplained = not ready.reason and pod.status.condition("ContainersReady").status == "True"
@@ -298,7 +300,7 @@ def _machine_is_silent(pod: Pod) -> bool:
 
 
 def _leaving_words(pod: Pod) -> str:
-    """Why it is going, if it is; empty for a pod that stays."""
+    """Why it is ending; empty for a pod that stays."""
     disruption = pod.status.condition("DisruptionTarget")
     if disruption.status == "True":
         return f"its pod is taken away ({disruption.reason}): {disruption.message}"

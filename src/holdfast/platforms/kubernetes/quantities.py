@@ -18,7 +18,7 @@ _FACTORS: dict[str, Decimal] = {
 
 
 def amount(value: object) -> Decimal | None:
-    """The plain number that is meant; None if that is not an amount."""
+    """The plain number; None if the value is not an amount."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     form = _FORM.fullmatch(str(value).strip())
@@ -29,12 +29,12 @@ def amount(value: object) -> Decimal | None:
 
 
 def milli(value: object) -> int | None:
-    """Thousandths, e.g. of a core; a part of one counts as one, as it does in Kubernetes."""
+    """Thousandths, e.g. of a core; rounded up, as in Kubernetes."""
     return _whole(value, Decimal("1e-3"))
 
 
 def mib(value: object) -> int | None:
-    """Memory in MiB; a part of one counts as one."""
+    """Memory in MiB, rounded up."""
     return _whole(value, Decimal(1 << 20))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job and an order in, the node's pod out. Pure: the same input gives the same output.
 
-The user's template is kept whole. What a node needs is added; where both say something, the user
-wins, except for what tells a node who it is.
+The user's template is kept whole, and what a node needs is added. Where both have a value, the
+user's wins, except for values that tell a node its identity.
 """
 
 import copy
@@ -26,26 +26,26 @@ from holdfast.platforms.kubernetes.templates import main_container
 from holdfast.platforms.kubernetes.tf_config import port_of, service_name, tf_config
 
 GRACE_S = 120
-"""How long a pod may take to end where its template says nothing: time to save what is in memory.
+"""How long a pod may take to end if its template does not say it: time to save what is in memory.
 Kubernetes gives 30 s, which is too short for many checkpoints."""
 
 RACK_LABEL = "scheduling/rack-group"
 """For schedulers that put the nodes of one group into one rack."""
 HOST_LABEL = "kubernetes.io/hostname"
 LOGS_CONTAINER = "kubectl.kubernetes.io/default-container"
-"""Whose log `kubectl logs` shows."""
+"""The container whose log `kubectl logs` shows."""
 
 SECRETS_VOLUME = "holdfast"
 SECRETS_MODE = 0o444
-"""Whoever the image's user is can read it; the mount is read-only and the pod's own."""
+"""Readable for any user of the image; the mount is read-only and belongs to the pod alone."""
 
 MEMORY_VOLUME = "holdfast-memory"
 MEMORY_DIR = "/dev/shm"
 MEMORY_VARIABLE = "HOLDFAST_MEMORY_DIR"
-"""Where the user wants the memory checkpoints instead."""
+"""The folder that the user wants for memory checkpoints instead."""
 
 IDENTITY = ("NODE_ID", "NODE_RANK")
-"""With HOLDFAST_*: what a template cannot say, because it differs from node to node."""
+"""With HOLDFAST_*: what a template cannot have, because it differs from node to node."""
 
 
 def node_pod(job: ElasticJob, order: Order) -> dict[str, Any]:
@@ -73,14 +73,14 @@ def node_pod(job: ElasticJob, order: Order) -> dict[str, Any]:
     if job.strategy is not Strategy.PARAMETER_SERVER:
         _mount_memory(spec, main)
     main["resources"] = _resources(order, main.get("resources") or {})
-    # The agent's last words become the pod's message: why a node failed is read without its log.
+    # The agent's last lines become the pod's message: it shows why a node failed without its log.
     main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     join_gang(job, metadata, spec)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def node_service(job: ElasticJob, order: Order) -> dict[str, Any] | None:
-    """The address that a rank keeps over all its nodes; None where nobody asks for addresses.
+    """The address that a rank keeps over all its nodes; None for a job that needs no addresses.
 
     Workers under agents find each other through the master; TensorFlow's roles have fixed ones.
     """
@@ -152,7 +152,7 @@ def _metadata(
 def _env(
     job: ElasticJob, order: Order, grace_s: int, of_container: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Ours first, so that the user's may refer to it as $(NODE_NUM)."""
+    """Holdfast's variables first, so that the user's may refer to them as $(NODE_NUM)."""
     ours = _own_env(job, order, grace_s)
     firm = {name for name in ours if name.startswith("HOLDFAST_") or name in IDENTITY}
     in_container = {entry.get("name") for entry in of_container}
@@ -188,7 +188,7 @@ def _own_env(job: ElasticJob, order: Order, grace_s: int) -> dict[str, dict[str,
     if order.group >= 0:
         values["HOLDFAST_TOPOLOGY"] = f"group-{order.group}"
     if job.strategy is Strategy.PARAMETER_SERVER:
-        # What is, not what the manifest says: plans and losses have changed it since.
+        # The present sizes, not those of the manifest: plans and losses have changed them since.
         now = dict(order.roles) or sizes(job)
         values["TF_CONFIG"] = tf_config(job.name, job.namespace, now, order)
     fields = {
@@ -203,7 +203,7 @@ def _own_env(job: ElasticJob, order: Order, grace_s: int) -> dict[str, dict[str,
 
 
 def _mount_secrets(job: ElasticJob, spec: dict[str, Any], main: dict[str, Any]) -> None:
-    """Only what an agent needs: the master's key stays with the master."""
+    """Mount only what an agent needs: the master's key stays with the master."""
     keys = (names.TOKEN_KEY, names.CA_KEY)
     volume = {
         "name": SECRETS_VOLUME,
@@ -219,9 +219,9 @@ def _mount_secrets(job: ElasticJob, spec: dict[str, Any], main: dict[str, Any]) 
 
 
 def _mount_memory(spec: dict[str, Any], main: dict[str, Any]) -> None:
-    """Memory for checkpoints, where the user said nothing: container runtimes give 64 MiB of it.
+    """Memory for checkpoints, unless the user set it up: container runtimes give 64 MiB of it.
 
-    It has no size of its own: what is in it counts against the memory limit of the container.
+    The mount has no size limit: its contents count against the memory limit of the container.
     """
     mounts = main["volumeMounts"]
     has_own = any(str(mount.get("mountPath", "")).rstrip("/") == MEMORY_DIR for mount in mounts)
@@ -233,7 +233,7 @@ def _mount_memory(spec: dict[str, Any], main: dict[str, Any]) -> None:
 
 
 def _resources(order: Order, users: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user asks for, raised to what the order says; missing requests equal the limits."""
+    """The user's resources, raised to those of the order; missing requests equal the limits."""
     limits = dict(users.get("limits") or {})
     requests = {**limits, **(users.get("requests") or {})}
     if order.memory_mib > (quantities.mib(requests.get("memory")) or 0):
@@ -252,7 +252,7 @@ def _ask(
     read: Callable[[object], int | None],
     unit: str,
 ) -> None:
-    """Ask for so much. A limit above the request keeps its distance; where none was, none comes."""
+    """Ask for this amount. A limit above the request keeps its distance; no limit is added."""
     before = read(requests.get(name))
     if name in limits:
         limit = read(limits[name]) or 0
@@ -261,7 +261,7 @@ def _ask(
 
 
 def _avoid_hosts(spec: dict[str, Any], hosts: tuple[str, ...]) -> None:
-    """Terms are alternatives: each of the user's must exclude the hosts."""
+    """Keep the pod off these hosts. Terms are alternatives, so each of the user's gets the rule."""
     if not hosts:
         return
     exclusion = {"key": HOST_LABEL, "operator": "NotIn", "values": list(hosts)}
@@ -271,7 +271,7 @@ def _avoid_hosts(spec: dict[str, Any], hosts: tuple[str, ...]) -> None:
     terms = required.get("nodeSelectorTerms") or [{"matchExpressions": []}]
     of_node["requiredDuringSchedulingIgnoredDuringExecution"] = {
         "nodeSelectorTerms": [
-            # A term without anything matches no machine, and must go on doing so.
+            # An empty term matches no machine, and must stay empty.
             {**term, "matchExpressions": [*(term.get("matchExpressions") or []), exclusion]}
             if term
             else term

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ScalePlan as its author wrote it, read into plans that the core understands.
 
-A ScalePlan may speak of several roles: one is the core's plan, with the others as its parts, so
-that all of it is done or nothing. Like `manifest.read_job` this never raises for what somebody
-wrote.
+A ScalePlan may be about several roles: one of them is the core's plan, with the others as its
+parts, so that all of it is done or nothing. Like `manifest.read_job` this never raises for a
+mistake of the author.
 """
 
 from collections import defaultdict
@@ -32,13 +32,13 @@ class ScalePlan:
     namespace: str
     uid: str
     created: str
-    """When the API server got it; plans are done in this order."""
+    """When the API server received it; plans are done in this order."""
     job: str
-    """The name of the job that it is for; empty if nobody can tell."""
+    """The name of the job that it is for; empty if unknown."""
     finished: bool
     """True once it was done or refused."""
     plan: Plan | None
-    """What it asks for; None if it cannot be done."""
+    """The plan in it; None if it cannot be done."""
 
 
 def read_plan(obj: Mapping[str, Any]) -> tuple[ScalePlan, tuple[Problem, ...]]:
@@ -73,7 +73,7 @@ def read_plan(obj: Mapping[str, Any]) -> tuple[ScalePlan, tuple[Problem, ...]]:
 
 
 def _read_owner(labels: Fields, spec: Fields) -> str:
-    """The spec decides; of the labels the prior art has an old and a new one."""
+    """The spec decides before the labels; the prior art has an old and a new label."""
     scale_type = labels.text(SCALE_TYPE_LABEL)
     if scale_type not in ("", "manual"):
         labels.problem(SCALE_TYPE_LABEL, f"only manual plans are done, not {show(scale_type)}")
@@ -88,7 +88,7 @@ def _read_owner(labels: Fields, spec: Fields) -> str:
 
 @dataclass(slots=True)
 class _Change:
-    """What shall change for one role, while it is being read."""
+    """The change of one role, while it is being read."""
 
     nodes: int | None = None
     resources: Resources = NOTHING
@@ -109,7 +109,7 @@ def _plan(uid: str, changes: Mapping[str, _Change]) -> Plan:
             memory_mib=change.resources.memory_mib,
             cpu_milli=change.resources.cpu_milli,
         )
-        # The workers first: their part is told in the most words.
+        # The workers first: their part of the plan has the most fields.
         for role, change in sorted(changes.items(), key=lambda change: change[0] != WORKER)
     )
     return replace(first, others=tuple(others))
@@ -158,7 +158,7 @@ def _read_changes(spec: Fields, job: str) -> dict[str, _Change]:
 
 @dataclass(frozen=True, slots=True)
 class _Pod:
-    """A node as a plan speaks of it."""
+    """A node as a plan describes it."""
 
     role: str
     node_id: int | None
@@ -167,7 +167,7 @@ class _Pod:
 
 
 def _read_pod(fields: Fields, job: str) -> _Pod:
-    """One that is described: by its id, by its name, or by both."""
+    """A node described by its id, by its name, or by both."""
     name = fields.text("name")
     named = _named(fields, name, job) if name else None
     role = fields.choice("type", {role: role for role in ROLES}, named.role if named else WORKER)
@@ -182,7 +182,7 @@ def _read_pod(fields: Fields, job: str) -> _Pod:
 
 
 def _named(fields: Fields, name: str, job: str) -> _Pod:
-    """One by the name of its pod, which tells its role and its id."""
+    """A node given by the name of its pod, which contains its role and its id."""
     rest = name.removeprefix(f"{job}-edljob-")
     role, _, number = rest.rpartition("-")
     if rest != name and role in ROLES and number.isascii() and number.isdigit():

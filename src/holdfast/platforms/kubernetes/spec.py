@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an ElasticJob to the rules that its master goes by."""
+"""From an ElasticJob to the rules that its master follows."""
 
 from dataclasses import replace
 
@@ -12,10 +12,10 @@ ALL = "all"
 
 
 def job_spec(job: ElasticJob, patience: JobSpec) -> JobSpec:
-    """The rules of the job. How long to wait for an agent (`patience`) the manifest does not say.
+    """The rules of the job. `patience` has the waiting times for agents, which the manifest lacks.
 
-    How few nodes may train, in which units, and how often workers are restarted, the nodes' own
-    command says: `holdfast run --nnodes 2:4 ...`.
+    The minimum of nodes, their unit, and the number of worker restarts are in the nodes' own
+    command: `holdfast run --nnodes 2:4 ...`.
     """
     worker = job.roles.get(WORKER, Role())
     critical, critical_others = _critical(worker)
@@ -43,7 +43,7 @@ def job_spec(job: ElasticJob, patience: JobSpec) -> JobSpec:
 
 
 def _critical(worker: Role) -> tuple[dict[int, int], int | None]:
-    """The ranks without which the job cannot go on, and how often each may be relaunched."""
+    """The ranks that the job cannot go on without, and how often each may be relaunched."""
     if worker.critical_nodes == ALL:
         return {}, worker.restart_count
     return dict(worker.critical_ranks), None

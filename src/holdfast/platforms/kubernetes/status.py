@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job stands, as the status of its ElasticJob: a pure function of the master's view.
+"""The state of a job, as the status of its ElasticJob: a pure function of the master's view.
 
-The master and the operator write different fields of one status. What is written here is always
-everything that the master owns: server-side apply takes away what is no longer said.
+The master and the operator write different fields of one status. The master always writes every
+field that it owns: server-side apply removes the fields that a write leaves out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,11 +57,11 @@ class _Wanted(Struct, frozen=True):
     nodes: int = 0
     suspended: bool = False
     roles: dict[str, int] = {}
-    """Nodes without agents."""
+    """The sizes of roles without agents."""
 
 
 class _View(Struct, frozen=True):
-    """What a status tells of the view that /api/v1/job shows."""
+    """The part of the view of /api/v1/job that a status shows."""
 
     job: str
     state: str
@@ -77,11 +77,11 @@ class _View(Struct, frozen=True):
         return sum(node.phase == Phase.RUNNING and node.role == role for node in self.nodes)
 
     def sizes(self) -> dict[str, int]:
-        """How many nodes of each role there shall be."""
+        """The requested number of nodes of each role."""
         return {WORKER: self.wanted.nodes, **self.wanted.roles}
 
     def trains(self) -> bool:
-        """Whether a world trains; where there are no agents, whether everybody is there."""
+        """Whether a world trains; in a job without agents, whether all its nodes run."""
         if WORKER not in self.wanted.roles:
             return self.world.state == "running"
         ended_well = [node.role for node in self.nodes if node.phase == Phase.SUCCEEDED]
@@ -94,10 +94,10 @@ class _View(Struct, frozen=True):
 def status_of(
     view: Mapping[str, object], before: Mapping[str, Any], now: str, observed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The status that says what `view` says.
+    """The status for `view`.
 
-    `before` is the status so far: times of what has not changed are kept. `now` is in the form of
-    Kubernetes. `observed` tells which part of the spec the job follows.
+    `before` is the status so far: it keeps the times of what has not changed. `now` is in the form
+    of Kubernetes. `observed` is the part of the spec that the job follows.
     """
     job = msgspec.convert(view, _View)
     phase = _phase(job, has_started="startTime" in before)
@@ -107,7 +107,7 @@ def status_of(
         "message": message,
         "conditions": _conditions(phase, message, before.get("conditions", ()), now),
         "replicaStatuses": _replicas(job),
-        # Where the scale subresource, and with it `kubectl scale` and autoscalers, looks.
+        # The scale subresource reads it here, for `kubectl scale` and autoscalers.
         "replicas": job.running(WORKER),
         "selector": names.selector(job.job, WORKER),
         "restarts": sum(job.restarts.values()),
@@ -133,12 +133,12 @@ def _phase(job: _View, *, has_started: bool) -> str:
         return SUSPENDED
     if job.trains():
         return RUNNING
-    # What was there and is not: the job is on its way back, not on its way up.
+    # Nodes ran before and do not now: the job is on its way back, not on its way up.
     return RESTARTING if has_started or job.world.round > 0 else PENDING
 
 
 def _message(job: _View, phase: str) -> str:
-    """How it stands, in one sentence."""
+    """The state of the job, in one sentence."""
     sizes = job.sizes()
     counts = [f"{job.running(role)} of {size} {role}" for role, size in sizes.items()]
     of_nodes = ", ".join(counts) + " nodes run"
@@ -170,7 +170,7 @@ def _why_nodes_wait(job: _View) -> str:
 def _conditions(
     phase: str, message: str, before: Sequence[Mapping[str, Any]], now: str
 ) -> list[dict[str, Any]]:
-    """One per type that was ever true, so that a reader sees what has been."""
+    """One condition per type that was ever true, so that a reader sees the past too."""
     known = {one.get("type"): one for one in before}
     found = []
     for kind in CONDITIONS:
@@ -185,7 +185,7 @@ def _conditions(
                 "type": kind,
                 "status": word,
                 "reason": phase,
-                # Once it holds, the words of its beginning stay: progress has fields of its own.
+                # While a condition holds, its first message stays: progress has its own fields.
                 "message": message if has_changed else (old or {}).get("message", message),
                 "lastTransitionTime": now if has_changed else (old or {})["lastTransitionTime"],
             }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be told about a pod template without a cluster: its main container, and its mistakes.
+"""What a pod template shows without a cluster: its main container, and its mistakes.
 
-A template is never changed here, and mostly not understood: Kubernetes judges it when the first pod
-is made. But an API server forgets a field that it does not know without a word, so that misspelt
-fields of a pod or a container are noted here.
+A template is never changed here, and mostly not interpreted: Kubernetes judges it when the first
+pod is made. But an API server silently drops a field that it does not know, so misspelt fields of a
+pod or a container are noted here.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ MAIN = "main"
 
 
 def main_container(template: Mapping[str, Any]) -> int | None:
-    """Which container is the node: the only one, or the one called "main"; None if none is."""
+    """Which container is the node: the only one, or the one called "main"; None if there is
+    none."""
     spec = template.get("spec")
     containers = spec.get("containers") if isinstance(spec, Mapping) else None
     if not isinstance(containers, list):
@@ -33,7 +34,7 @@ def main_container(template: Mapping[str, Any]) -> int | None:
 
 
 def read_template(fields: Fields, *, is_master: bool = False) -> Resources:
-    """What the main container asks for; what is wrong with the template is noted."""
+    """What the main container asks for; mistakes in the template are noted."""
     fields.raw("metadata")
     spec = fields.nested("spec")
     fields.rest()
@@ -72,14 +73,14 @@ def _read_main(container: Fields, *, is_master: bool) -> Resources:
 
 
 def _note_unknown(fields: Fields, known: tuple[str, ...]) -> None:
-    # Not a reason to stop: a newer Kubernetes may well know the field.
+    # Not a reason to stop: a newer Kubernetes may know the field.
     for name in fields.names():
         if name not in known:
             fields.note(name, f"unknown field of Kubernetes{suggestion(name, list(known))}")
 
 
 def read_resources(fields: Fields) -> Resources:
-    """Amounts under the names that Kubernetes and the prior art have for them."""
+    """The amounts, under the names of Kubernetes and of the prior art."""
     gpus = sum(
         _amount(fields, name, quantities.whole, "4") for name in fields.names() if is_gpu(name)
     )
@@ -95,7 +96,7 @@ def read_resources(fields: Fields) -> Resources:
 
 
 def read_limits(fields: Fields) -> Limits:
-    """The most of each; what is not said has no limit, and a 0 that is said is one."""
+    """The most of each resource; a missing entry means no limit, an entry of 0 is a limit."""
     for name in others(fields):
         fields.note(name, "has no effect: only cpu, memory and gpu have limits")
     said = read_resources(fields)
@@ -108,7 +109,7 @@ def read_limits(fields: Fields) -> Limits:
 
 
 def is_gpu(name: str) -> bool:
-    """Whether this resource is a GPU, of whatever vendor, or a part of one."""
+    """Whether this resource is a GPU of any vendor, or a part of one."""
     return name == "gpu" or "nvidia.com" in name or name.endswith("/gpu")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TensorFlow's roles are told of each other: TF_CONFIG."""
+"""How TensorFlow's roles find each other: TF_CONFIG."""
 
 import json
 
@@ -11,7 +11,7 @@ PORT = 3333
 
 
 def service_name(job: str, role: str, rank: int) -> str:
-    """Of the address that a rank keeps over all its nodes."""
+    """The name of the address that a rank keeps over all its nodes."""
     return f"{job}-edljob-{role}-{rank}"
 
 
@@ -20,7 +20,7 @@ def port_of(role: str) -> int:
 
 
 def tf_config(job: str, namespace: str, sizes: dict[str, int], order: Order) -> str:
-    """Who is where, and who this one is. TensorFlow does not want evaluators in the cluster."""
+    """The address of every node, and which one this is. TensorFlow wants no evaluators in it."""
     cluster = {
         role: [
             f"{service_name(job, role, rank)}.{namespace}.svc:{port_of(role)}"

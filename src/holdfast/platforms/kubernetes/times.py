@@ -15,7 +15,7 @@ def micro_stamp(seconds: float) -> str:
 
 
 def seconds_of(text: str) -> float | None:
-    """What a time means; None if it is none."""
+    """The value of a time; None if the text is not a time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

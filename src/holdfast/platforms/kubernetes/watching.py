@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow all objects of a kind for ever: a list, then every change, through outages of any length.
+"""Follow all objects of a kind forever: a list, then every change, through outages of any length.
 
-After an outage it goes on from the last version that it knows of. If the server no longer knows
-that version, it lists again and tells what is gone meanwhile. While nobody answers it says nothing
-about any object: what cannot be looked up is unknown, not gone.
+After an outage it goes on from the last version that it has seen. If the server no longer knows
+that version, it lists again and reports what has gone meanwhile. While the server does not answer,
+it reports nothing about any object: an object that cannot be looked up is unknown, not gone.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from holdfast.runtime.observe import Say
 SOUND_S = 30.0
 """A watch that lasted this long was no failure, even if nothing happened in it."""
 PAGE = 250
-"""Smaller pages than a list has by itself: a page is in memory as a whole."""
+"""Smaller pages than the default of lists: a page is in memory as a whole."""
 
 Name = tuple[str, str]
 """Namespace and name."""
@@ -30,7 +30,7 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Seen(Generic[T]):
-    """An object as it is now, or, if it is gone, as it was at last."""
+    """An object as it is now, or, if it is gone, as it was last."""
 
     obj: T
     meta: Meta
@@ -39,7 +39,7 @@ class Seen(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Every object has been told: what is not among these names does not exist."""
+    """Every object has been reported: objects without a name in this list do not exist."""
 
     names: frozenset[Name]
 
@@ -54,7 +54,7 @@ async def follow(
     type: type[T] = dict,  # type: ignore[assignment]
     say: Say | None = None,
 ) -> AsyncGenerator[Seen[T] | Listed, None]:
-    """All objects, `Listed`, and every change; never ends. `say` hears of outages, once each."""
+    """All objects, `Listed`, and every change; never ends. `say` reports each outage once."""
     known: dict[Name, Seen[T]] = {}
     version = ""
     patience = _Patience(kind, say)
@@ -95,7 +95,8 @@ async def follow(
 
 
 def _compare(known: dict[Name, Seen[T]], listing: Listing[T]) -> list[Seen[T]]:
-    """What a list tells: first what is gone, then all there is. `known` becomes what it says."""
+    """What a list reports: first the objects that are gone, then all that exist. Updates
+    `known`."""
     there = [Seen(obj, meta) for obj, meta in zip(listing.items, listing.metas, strict=True)]
     # By uid: another object of the same name may have taken its place.
     uids = {seen.meta.uid for seen in there}
@@ -126,14 +127,14 @@ class _Patience:
         self._failing_since: float | None = None
 
     def failed(self, exc: Exception) -> None:
-        """Nobody answered, or not what was wanted."""
+        """The server did not answer, or refused."""
         self._error = exc
         if self._failing_since is None:
             self._failing_since = asyncio.get_running_loop().time()
             self._tell(f"{self._what} cannot be watched, trying again until they can: {exc}")
 
     def answered(self) -> None:
-        """The server gave what was asked for."""
+        """The server answered the request."""
         if self._failing_since is not None:
             took_s = asyncio.get_running_loop().time() - self._failing_since
             self._failing_since = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents as processes. They outlive the master that started them: the next one adopts them.
 
-What keeps them from outliving the job is the lifeline, a pipe whose other end only the launcher
-holds: when the launcher dies, every agent reads end-of-file and goes.
+The lifeline keeps them from outliving the job. It is a pipe whose other end only the launcher
+holds: when the launcher dies, every agent reads end-of-file and ends.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from holdfast.runtime.private import read_private, require_own
 GRACE_S = 15.0
 
 AGAIN_S = 1.0
-"""Between two tries to start a node whose birth cannot be noted."""
+"""The pause between two tries to start a node whose birth cannot be noted."""
 
 _BIRTH_BYTES = 128
 
 
 class _Birth(msgspec.Struct, frozen=True):
-    """Which process a node is: a process id alone may have been given to another since."""
+    """Which process a node is: the kernel may have given the process id to another one since."""
 
     pid: int
     created: float
@@ -52,7 +52,7 @@ class LocalPlatform:
         lifeline: int,
         say: Say,
     ) -> None:
-        """`folder` remembers who was started; it is part of the master's state."""
+        """`folder` has the births of the started agents; it is part of the master's state."""
         self._command = list(command)
         self._env = dict(env)
         self._folder = folder
@@ -62,16 +62,16 @@ class LocalPlatform:
         self._sightings: asyncio.Queue[Sighting] = asyncio.Queue()
         self._pidfds: dict[NodeId, int] = {}
         self._children: dict[NodeId, subprocess.Popen[bytes]] = {}
-        #: Nodes to be started as soon as that can be noted.
+        #: Nodes that start as soon as their birth can be noted.
         self._waiting: set[NodeId] = set()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_own(folder)
 
     async def launch(self, order: Order) -> None:
-        """Start the agent, unless this or an earlier master did so already.
+        """Start the agent, unless this or an earlier master has done so.
 
-        An agent that runs and is not noted would be started twice: while the state takes no file,
-        the start waits.
+        An agent that runs without a note would be started twice: while no file can be written to
+        the state, the start waits.
         """
         node_id = order.node_id
         if node_id in self._waiting or node_id in self._pidfds or self._path(node_id).exists():
@@ -98,12 +98,12 @@ class LocalPlatform:
             self._waiting.discard(node_id)
 
     def _start(self, node_id: NodeId) -> None:
-        """Start the agent; OSError, and there is none, if it cannot be noted or followed."""
+        """Start the agent; OSError, and no agent, if it cannot be noted or followed."""
         path = self._path(node_id)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as birth:
-                # The room for it first: filling it in takes none.
+                # Reserve the space first: writing the birth into it then needs none.
                 _write(birth.fileno(), b"")
                 child = self._spawn(node_id)
                 if child is not None:
@@ -137,7 +137,7 @@ class LocalPlatform:
         try:
             created = psutil.Process(child.pid).create_time()
             _write(birth.fileno(), msgspec.json.encode(_Birth(child.pid, created)))
-            birth.close()  # Some file systems say only now that there is no room.
+            birth.close()  # Some file systems report only now that there is no space.
             self._follow(node_id, child.pid)
         except OSError:
             child.kill()
@@ -146,7 +146,7 @@ class LocalPlatform:
         self._children[node_id] = child
 
     async def remove(self, node_id: NodeId) -> None:
-        """SIGTERM, then SIGKILL; the end is seen like any other."""
+        """SIGTERM, then SIGKILL; the end is reported like any other."""
         if node_id in self._waiting:
             self._waiting.discard(node_id)
             why = "it was removed before it was started"
@@ -156,9 +156,9 @@ class LocalPlatform:
         self._loop.call_later(GRACE_S, self._signal, node_id, signal.SIGKILL)
 
     async def watch(self) -> AsyncIterator[Sighting]:
-        """First what an earlier master started, then every change."""
+        """First the agents of an earlier master, then every change."""
         for path in sorted(self._folder.glob("*.json")):
-            if path.stem.isascii() and path.stem.isdecimal():  # Else it is none of ours.
+            if path.stem.isascii() and path.stem.isdecimal():  # Other files are not births.
                 self._adopt(NodeId(int(path.stem)), path)
         while True:
             yield await self._sightings.get()
@@ -201,7 +201,7 @@ class LocalPlatform:
             self._path(node_id).unlink(missing_ok=True)
             self._see(node_id, Phase.SUCCEEDED)
         elif code is None:
-            # Not our child but an earlier master's: how it ended is not for us to know.
+            # Not a child of this master but of an earlier one: its exit code is unknown here.
             self._ended(node_id, ExitReason.KILLED, "its agent process ended")
         else:
             sig = -code if code < 0 else None
@@ -234,12 +234,13 @@ class LocalPlatform:
 
 
 def _write(file: int, birth: bytes) -> None:
-    """Always as many bytes, so that the second time needs no more room than the first."""
+    """Always the same number of bytes, so that the second write needs no more space."""
     if os.pwrite(file, birth.ljust(_BIRTH_BYTES), 0) != _BIRTH_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _forget(path: Path) -> None:
-    """A birth that cannot be removed is written over, or names no process to the next master."""
+    """Remove a birth; if that fails, overwrite it so that it names no process to the next
+    master."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

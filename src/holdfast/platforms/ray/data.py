@@ -48,12 +48,12 @@ def ray_batches(
 def _counted(
     shards: DataShards, part: Part, batches: Iterator[tuple[int, Batch]]
 ) -> Iterator[Batch]:
-    """Marks each batch as consumed when it is handed out, and as finished after that."""
+    """Report each batch as consumed when it is handed out, and as finished after that."""
     holdings = shards.holdings
     try:
         for upto, batch in batches:
             if not holdings.deliver([(part, upto)]):
-                return  # The position jumped: this is not what comes next any more.
+                return  # The position jumped: this batch is not the next one any more.
             yield batch
             holdings.finish([(part, upto)])
             holdings.report_if_due()
@@ -65,10 +65,10 @@ def _counted(
 
 
 def _batches(part: Part, rows: Rows, batch_size: int) -> Iterator[tuple[int, Batch]]:
-    """The rest of a part: how far it is consumed with each batch, and the batch."""
+    """The rest of a part, batch by batch, each with the position up to which it is consumed."""
     begin, upto = part.given, 0
     dataset = rows(part)
-    # A sample is known by its place in the shard, also to whoever reads the rest after a failure.
+    # A sample is identified by its place in the shard; another reader of the rest relies on that.
     dataset.context.execution_options.preserve_order = True
     for batch in dataset.limit(part.end).iter_batches(batch_size=batch_size, batch_format="numpy"):
         first, upto = upto, min(part.end, upto + len(next(iter(batch.values()))))

@@ -15,11 +15,11 @@ from holdfast.runtime.token import TOKEN_BYTES
 
 
 def new_credentials(hosts: Sequence[str]) -> dict[str, bytes]:
-    """What goes into a job's Secret, for a master that is reached under these names.
+    """The contents of a job's Secret, for a master with these host names.
 
-    The authority signs this one certificate, and its key is then forgotten. Nothing runs out in the
-    middle of a job, so nothing has to be renewed: the certificate is trusted by this job alone, and
-    its key is deleted with the job's Secret.
+    The authority signs this one certificate, and its key is then forgotten. Nothing expires in the
+    middle of a job, so nothing has to be renewed: only this job trusts the certificate, and the
+    certificate's key is deleted with the job's Secret.
     """
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = _name("holdfast job")

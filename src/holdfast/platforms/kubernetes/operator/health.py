@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator says to Kubernetes' probes, over HTTP.
+"""What an operator answers to the probes of Kubernetes, over HTTP.
 
-/healthz is answered by the event loop that does all the work: an answer means that it runs. /readyz
-says whether the operator would act now: it leads and has listed all it looks after, or it stands by
-and knows who leads. One that stands by is ready, or no rollout of two of them would ever end.
+The event loop that does all the work answers /healthz: an answer means that it runs. /readyz says
+whether the operator would act now: it leads and has listed everything it looks after, or it stands
+by and knows that another one leads. An operator that stands by is ready, or no rollout of two of
+them would ever end.
 """
 
 from starlette.applications import Starlette
@@ -27,12 +28,12 @@ GET /readyz    whether it leads or stands by, or what it still waits for
 
 
 class Health:
-    """The application, and where its answers come from."""
+    """The HTTP application, and the objects that its answers come from."""
 
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
         self.operator: Operator | None = None
-        """The one that acts, while this process leads."""
+        """The operator that acts, while this process leads."""
 
     def application(self) -> ASGIApp:
         async def index(request: Request) -> Response:
@@ -52,7 +53,8 @@ class Health:
         )
 
     def _missing(self) -> list[str]:
-        """What has to be seen before this operator is of use; nothing if it is."""
+        """What this operator has not seen yet and needs to be of use; empty if nothing is
+        missing."""
         if not self._leadership.leads:
             return [] if self._leadership.knows_leader else ["the lease"]
         return ["the jobs"] if self.operator is None else self.operator.unlisted()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leader election: of several operators one acts, and the others wait for its lease to run out.
+"""Leader election: of several operators one acts, and the others wait until its lease expires.
 
-The clocks of two machines are never compared. Who waits counts from when it saw the lease change
-last; who leads counts from when it asked for the renewal, and stops well before the others take
-over.
+The clocks of two machines are never compared. A candidate that waits counts from the moment when it
+last saw the lease change. The leader counts from the moment when it asked for the renewal, and
+stops well before another candidate takes over.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ STOP_AT = 2 / 3
 """The part of a lease after which a leader that could not renew it stops."""
 RENEW_AT = 1 / 4
 PAUSE_AT = 1 / 15
-"""Between two tries while the server does not answer."""
+"""The pause between two tries while the server does not answer, as a part of a lease."""
 FAREWELL_S = 5.0
 
 
@@ -38,7 +38,7 @@ class _Camel(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
 
 
 class LeaseSpec(_Camel, frozen=True):
-    """Who leads, and for how long after the last renewal."""
+    """Which candidate leads, and for how long after the last renewal."""
 
     holder_identity: str = ""
     lease_duration_seconds: int = int(LEASE_S)
@@ -63,13 +63,13 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Somebody else leads, at least until then."""
+    """Another candidate leads, at least until then."""
 
     until: float
 
 
 def decide(lease: Lease | None, me: str, *, seen_at: float, now: float) -> Take | Wait:
-    """Whether `me` may lead, if the lease was seen to change last at `seen_at`."""
+    """Whether `me` may lead, if it last saw the lease change at `seen_at`."""
     if lease is None or lease.spec.holder_identity in ("", me):
         return Take()
     ends_at = seen_at + lease.spec.lease_duration_seconds
@@ -85,14 +85,14 @@ class Leadership:
         self._lease: Lease | None = None
         self._seen_at = 0.0
         self._changed = asyncio.Event()
-        #: Until when this one may act, by the loop's clock.
+        #: Until when this candidate may act, by the loop's clock.
         self._leads_until = 0.0
         self.leads = False
         """Whether this candidate acts now."""
 
     @property
     def knows_leader(self) -> bool:
-        """Whether somebody else leads, as far as can be seen."""
+        """Whether another candidate leads, as far as this one can see."""
         now = asyncio.get_running_loop().time()
         return isinstance(decide(self._lease, self._me, seen_at=self._seen_at, now=now), Wait)
 
@@ -154,13 +154,13 @@ class Leadership:
                     wait_s = self._lease_s * RENEW_AT
 
     async def _take(self) -> bool:
-        """Whether the lease is ours now, for as long as it says."""
+        """Write the lease for this candidate; whether that worked."""
         asked_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._lease_s * STOP_AT):
                 lease = await self._write(self._me)
         except (Conflict, NotFound):
-            return False  # Another one was faster; the watch tells.
+            return False  # Another candidate was faster; the watch reports it.
         except (HoldfastError, TimeoutError) as exc:
             self._say(f"the lease {LEASE} could not be written: {exc or 'no answer'}")
             return False
@@ -171,7 +171,7 @@ class Leadership:
     # ---- staying it ------------------------------------------------------------------------------
 
     async def _lead(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Until the lease is lost: what is under way then is cut off."""
+        """Run `act` until the lease is lost; what is under way then is cancelled."""
         acting = asyncio.ensure_future(act())
         renewing = asyncio.create_task(self._renew())
         try:
@@ -184,7 +184,7 @@ class Leadership:
             await asyncio.gather(acting, renewing, return_exceptions=True)
 
     async def _renew(self) -> None:
-        """Ends when the lease is somebody else's, or could not be renewed in time."""
+        """Renew the lease; ends when another candidate has it, or when no renewal came in time."""
         while True:
             await asyncio.sleep(self._lease_s * RENEW_AT)
             try:
@@ -197,7 +197,8 @@ class Leadership:
                 return
 
     async def _look(self) -> None:
-        """See whose the lease is, after it could not be written. Perhaps it was, unheard."""
+        """Read the lease after a failed write: the write may have worked, and its answer was
+        lost."""
         try:
             self._see(await self._api.get(LEASES, LEASE, self._namespace, type=Lease))
         except NotFound:
@@ -206,7 +207,7 @@ class Leadership:
             await asyncio.sleep(self._lease_s * PAUSE_AT)
 
     async def _release(self) -> None:
-        """Let another one lead at once, if this one still does."""
+        """Free the lease for another candidate at once, if this one still has it."""
         if asyncio.get_running_loop().time() >= self._leads_until or self._holder() != self._me:
             return
         with suppress(HoldfastError, TimeoutError):
@@ -217,7 +218,7 @@ class Leadership:
         return "" if self._lease is None else self._lease.spec.holder_identity
 
     async def _write(self, holder: str) -> Lease:
-        """Conflict if the lease is not as it was seen last."""
+        """Write the lease; Conflict if it is not as this candidate saw it last."""
         now = micro_stamp(wall_clock())
         spec: dict[str, Any] = {
             "holderIdentity": holder,

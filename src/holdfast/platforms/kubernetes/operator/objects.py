@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objects around a job's master. Pure, but for the Secret, which is random.
 
-Everything belongs to the ElasticJob and goes with it (owner references). A master has a
-ServiceAccount of its own that may do what a master does, and nothing else.
+All of them belong to the ElasticJob and are deleted with it (owner references). Each master has its
+own ServiceAccount, which may do what a master does, and nothing else.
 """
 
 import base64
@@ -29,19 +29,19 @@ from holdfast.platforms.kubernetes.operator.credentials import new_credentials
 from holdfast.platforms.kubernetes.templates import main_container
 
 DIGEST_ANNOTATION = "holdfast.io/digest"
-"""Of what the operator wanted the object to be: another one means that it must be applied again."""
+"""The digest of the object that the operator wanted: if it differs, the object is applied again."""
 ERRORS_ANNOTATION = "holdfast.io/master-errors"
 QUICK_LOSSES_ANNOTATION = "holdfast.io/master-quick-losses"
-"""What a master's pod says about those before it (see reconcile.py)."""
+"""A count of lost masters, for the next one's pod (see reconcile.py)."""
 
 UNREACHABLE_S = 30
-"""How long a master's machine may be silent before the cluster takes the pod for lost."""
+"""How long a master's machine may be silent before the cluster counts the pod as lost."""
 
 Body = dict[str, Any]
 
 
 def master_labels(job: ElasticJob) -> dict[str, str]:
-    """On everything around the master."""
+    """The labels of every object around the master."""
     return {
         names.APP_LABEL: names.APP,
         names.JOB_LABEL: job.name,
@@ -50,7 +50,7 @@ def master_labels(job: ElasticJob) -> dict[str, str]:
 
 
 def kept(job: ElasticJob) -> list[tuple[Kind, Body]]:
-    """What must be there, and be so, for as long as the job is not over."""
+    """The objects that must exist in this form for as long as the job is not over."""
     made = [
         (SERVICE_ACCOUNTS, _service_account(job)),
         (ROLES, _role(job)),
@@ -65,7 +65,7 @@ def kept(job: ElasticJob) -> list[tuple[Kind, Body]]:
 
 
 def claim(job: ElasticJob) -> tuple[Kind, Body] | None:
-    """The volume for the master's state; None if the user wants it to die with the pod."""
+    """The volume for the master's state; None if the state may be lost with the pod."""
     volume = job.state_volume
     if volume.ephemeral:
         return None
@@ -85,7 +85,7 @@ def claim(job: ElasticJob) -> tuple[Kind, Body] | None:
 
 
 def secret(job: ElasticJob) -> Body:
-    """The job's token and certificate. New with every call: it is made once and never changed."""
+    """The job's token and certificate. Each call makes new ones; a job's Secret never changes."""
     service = names.master_name(job.name)
     in_namespace = f"{service}.{job.namespace}"
     hosts = (service, in_namespace, f"{in_namespace}.svc", f"{in_namespace}.svc.cluster.local")
@@ -95,7 +95,7 @@ def secret(job: ElasticJob) -> Body:
 
 
 def secret_shell(job: ElasticJob) -> Body:
-    """The job's Secret without what is secret in it: enough to ask whether it is there."""
+    """The job's Secret without its secret values: enough to ask whether it exists."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -109,7 +109,7 @@ def master_rules(job_name: str) -> list[Body]:
     """What a master may do in its namespace. docs/kubernetes.md has the table.
 
     RBAC cannot tell pods apart by their labels, so a master may touch every pod of its namespace;
-    of ElasticJobs it sees its own alone.
+    it can see only its own ElasticJob.
     """
     group = names.GROUP
     return [
@@ -120,7 +120,7 @@ def master_rules(job_name: str) -> list[Body]:
         {**_rule(group, ["elasticjobs/status"], ["patch"]), "resourceNames": [job_name]},
         _rule(group, ["scaleplans"], ["get", "list", "watch"]),
         _rule(group, ["scaleplans/status"], ["patch"]),
-        # Only where one of these gang schedulers is installed is there anything under the name.
+        # Objects of this group exist only where Volcano is installed.
         _rule("scheduling.volcano.sh", ["podgroups"], ["get", "create", "patch"]),
         _rule("scheduling.x-k8s.io", ["podgroups"], ["get", "create", "patch"]),
     ]
@@ -129,7 +129,8 @@ def master_rules(job_name: str) -> list[Body]:
 def master_pod(
     job: ElasticJob, number: int, *, default_image: str, errors: int, quick_losses: int
 ) -> Body:
-    """The pod of the master with this number: the user's template if there is one, and ours."""
+    """The pod of the master with this number: the user's template if there is one, and
+    additions."""
     template = _template(job)
     metadata, spec = template["metadata"], template["spec"]
     main = _put_master(job, template, default_image)
@@ -139,7 +140,8 @@ def master_pod(
     if job.master is not None and job.master.priority in ("high", "low"):
         spec.setdefault("priorityClassName", job.master.priority)
     spec["restartPolicy"] = "Never"  # The operator decides about the next one.
-    # Its rights go to this account alone: who may create a job must not give them to another one.
+    # The master's rights go to this account alone: a user who creates a job must not choose
+    # another.
     spec["serviceAccountName"] = names.master_name(job.name)
     spec.pop("serviceAccount", None)
     labels = {**(metadata.get("labels") or {}), **master_labels(job)}
@@ -160,10 +162,10 @@ def master_pod(
 
 
 def master_image(job: ElasticJob, default: str) -> str:
-    """Which image a master has.
+    """The image of a master.
 
-    The operator's own default comes before that of the user's template: manifests of the prior
-    art name an image there that has another master in it. `masterImage` is for those who mean it.
+    The operator's default overrides the user's template, because manifests of the prior art name an
+    image there with another master in it. A user who wants another image sets `masterImage`.
     """
     of_template = _main_image(job.master)
     return job.master_image or default or of_template or _main_image(job.roles.get(WORKER))
@@ -227,10 +229,10 @@ def _metadata(job: ElasticJob, name: str) -> Body:
 
 
 def _template(job: ElasticJob) -> Body:
-    """What the user says about the master's pod, to be changed at will.
+    """The user's description of the master's pod, as a copy to change.
 
-    Whatever they wrote, it has metadata, a spec and containers: a job whose manifest was spoilt
-    while it ran must not be without a master for that.
+    It always has metadata, a spec and containers: if the manifest is spoilt while the job runs, the
+    job must still get a master.
     """
     template = {} if job.master is None else copy.deepcopy(dict(job.master.template))
     for name in ("metadata", "spec"):
@@ -243,8 +245,8 @@ def _template(job: ElasticJob) -> Body:
 
 
 def _put_master(job: ElasticJob, template: Body, default_image: str) -> Body:
-    """Put the master into the main one of the user's containers; a new first one if there is none.
-    It is returned."""
+    """Put the master into the main one of the user's containers, or into a new first one if there
+    is none; returns the container."""
     containers: list[Body] = template["spec"]["containers"]
     index = main_container(template)
     if index is None:
@@ -269,7 +271,7 @@ def _put_master(job: ElasticJob, template: Body, default_image: str) -> Body:
         {"name": "holdfast-tmp", "mountPath": "/tmp"},
     ]
     health = {"path": "/healthz", "port": names.HTTP_PORT, "scheme": "HTTPS"}
-    # Agents come back within seconds, so the Service must find a new master as fast.
+    # Agents come back within seconds, so the Service must find a new master just as fast.
     main.setdefault("readinessProbe", {"httpGet": health, "periodSeconds": 1})
     main.setdefault(
         "livenessProbe",
@@ -308,7 +310,7 @@ def _add_volumes(job: ElasticJob, spec: Body) -> None:
 
 
 def _add_defaults(spec: Body) -> None:
-    """What a careful cluster asks of a pod, where the user's template says nothing else."""
+    """Add what a careful cluster asks of a pod, where the user's template has nothing."""
     spec.setdefault("enableServiceLinks", False)
     tolerations = list(spec.get("tolerations") or [])
     told = {toleration.get("key") for toleration in tolerations}

@@ -15,11 +15,11 @@ from holdfast.platforms.kubernetes.times import seconds_of
 
 
 class Camel(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
-    """Decodes only what is named."""
+    """Decodes only the fields that it declares."""
 
 
 class Meta(pods.Meta, frozen=True, rename="camel", kw_only=True):
-    """What a pod's metadata say, and what the operator needs besides."""
+    """The metadata of a pod, and further fields that the operator needs."""
 
     namespace: str = ""
     creation_timestamp: str = ""
@@ -32,7 +32,7 @@ class MasterPod(pods.Pod, frozen=True, rename="camel", kw_only=True):
 
     @property
     def number(self) -> int:
-        """Which of the job's masters it is; -1 if nobody can tell."""
+        """Its place in the sequence of the job's masters; -1 if unknown."""
         number = self.metadata.name.rpartition("-")[2]
         return int(number) if number.isascii() and number.isdigit() else -1
 
@@ -42,7 +42,7 @@ class MasterPod(pods.Pod, frozen=True, rename="camel", kw_only=True):
 
     @property
     def ended_at(self) -> float:
-        """When its main container ended; its creation if nobody said."""
+        """When its main container ended; its creation if that is unknown."""
         ended = self.main().state.terminated
         told = seconds_of(ended.finished_at) if ended and ended.finished_at else None
         return self.created_at if told is None else told
@@ -54,7 +54,7 @@ class MasterPod(pods.Pod, frozen=True, rename="camel", kw_only=True):
 
 
 class Child(Camel, frozen=True):
-    """Any other object around a master: that it is there, and for what it was made."""
+    """Any other object around a master: that it exists, and for which content it was made."""
 
     metadata: Meta = Meta()
 
@@ -74,14 +74,14 @@ class Condition(Camel, frozen=True):
 
 
 class MasterCount(Camel, frozen=True):
-    """Numbers that outlive the pods that they are about."""
+    """Counts that outlive the pods they are about."""
 
     launches: int = 0
     errors: int = 0
 
 
 class JobStatus(Camel, frozen=True):
-    """What the status of an ElasticJob says, whoever wrote it."""
+    """The status of an ElasticJob, whether the master or the operator wrote it."""
 
     phase: str = ""
     conditions: tuple[Condition, ...] = ()
@@ -105,11 +105,11 @@ class Observed:
     status: JobStatus = _NO_STATUS
     resource_version: str = ""
     is_going: bool = False
-    """Somebody has deleted it; owner references do the rest."""
+    """The job was deleted; owner references do the rest."""
     pods: tuple[MasterPod, ...] = ()
-    """Of its masters, the newest first."""
+    """The pods of its masters, the newest first."""
     digests: Mapping[str, str] | None = None
-    """Of its other objects, by the plural of their kind."""
+    """The digests of its other objects, by the plural of their kind."""
     foreign: tuple[str, ...] = ()
     """Objects that have its names and belong to another job: an older one of the same name."""
 
@@ -119,13 +119,13 @@ def observe(
     pods: Sequence[MasterPod] = (),
     children: Mapping[str, Child] | None = None,
 ) -> Observed:
-    """What is seen of the job `obj`, given every object that carries its name."""
+    """What the operator sees of the job `obj`, given every object that carries its name."""
     job, problems = read_job(obj)
     metadata = obj.get("metadata") or {}
     try:
         status = msgspec.convert(obj.get("status") or {}, JobStatus)
     except msgspec.ValidationError:
-        # Whoever broke it: what the operator writes next is right again.
+        # Whichever client broke it, the operator's next write repairs it.
         status = JobStatus()
     own, foreign = [], []
     for pod in pods:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator at work: watches, and one keeper for each job.
 
-Each job has a task of its own. What goes wrong with one, even a bug, is that job's affair: it is
-tried again after growing pauses, and the others do not notice.
+Each job has its own task. An error of one job, even a bug, concerns only that job: its task tries
+again after growing pauses, and the other jobs do not notice.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from holdfast.platforms.kubernetes.watching import Listed, follow
 from holdfast.runtime.observe import Say, wall_clock
 
 AROUND_MASTERS = (PODS, SERVICES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, PVCS)
-"""What is watched besides the jobs. Secrets are not: nobody needs the right to read them."""
+"""The watched kinds, besides the jobs. Secrets are not watched: no client needs to read them."""
 
 LOST = "SecretLost"
 """The reason of an Event about a Secret that a person deleted."""
 
 PAUSE_S = 0.5
 PAUSE_MAX_S = 30.0
-"""Between two tries for one job."""
+"""The longest pause between two tries for one job."""
 
 
 class Operator:
@@ -62,7 +62,7 @@ class Operator:
         say: Say,
         now: Callable[[], float] = wall_clock,
     ) -> None:
-        """No `namespaces` means all. `default_image` is what masters run, where no job says."""
+        """No `namespaces` means all. `default_image` is for masters of jobs that name no image."""
         self._api = api
         self._namespaces: Sequence[str | None] = namespaces or (None,)
         self._default_image = default_image
@@ -74,7 +74,7 @@ class Operator:
         self._unlisted = {(kind, ns) for ns in self._namespaces for kind in kinds}
 
     def unlisted(self) -> list[str]:
-        """What has not been listed yet, in words. Until all is, nothing is done."""
+        """The kinds that are not listed yet, in words. The operator does nothing until all are."""
         return sorted(
             f"{kind.plural} in {namespace or 'all namespaces'}"
             for kind, namespace in self._unlisted
@@ -100,14 +100,14 @@ class Operator:
                     continue
                 self._unlisted.discard((kind, namespace))
                 if not self._unlisted:
-                    # Only now is it known what is missing, and what is merely not seen yet.
+                    # Only now can a missing object be told from one that was not seen yet.
                     for keeper in self._keepers.values():
                         keeper.changed.set()
 
     async def _follow_jobs(
         self, kind: Kind, namespace: str | None
     ) -> AsyncGenerator[Key | None, None]:
-        """Jobs that have changed; None when all have been told."""
+        """The keys of jobs that have changed; None when all jobs have been listed."""
         async for seen in follow(self._api, kind, namespace, say=self._say):
             if isinstance(seen, Listed):
                 yield None
@@ -128,7 +128,7 @@ class Operator:
     # ---- keepers ---------------------------------------------------------------------------------
 
     def _wake(self, key: Key) -> None:
-        """Have somebody look at this job, if there is one."""
+        """Wake the keeper of this job, if the job exists."""
         uid = self._sight.uid(key)
         keeper = self._keepers.get(key)
         if keeper is not None and keeper.uid != uid:
@@ -142,8 +142,9 @@ class Operator:
             keeper.changed.set()
 
     async def _look_after(self, keeper: "_Keeper") -> None:
-        """Until the job is gone. What is no error of ours is a bug: it must be the end neither of
-        the care for this job nor of that for the others, and somebody has to hear of it."""
+        """Look after a job until it is gone. An error that `_keep` does not expect is a bug: it
+        must end neither the care for this job nor that for other jobs, and people must hear of
+        it."""
         while True:
             (bug,) = await asyncio.gather(self._keep(keeper), return_exceptions=True)
             if bug is None:
@@ -153,13 +154,13 @@ class Operator:
             self._say(f"{keeper}: a bug in the operator; tried again in {pause_s:.1f} s\n{lines}")
             text = f"a bug in the operator, which tries again: {type(bug).__name__}: {bug}"
             telling = self._tell(keeper.about(), rec.Tell("OperatorBug", text, warning=True))
-            # The bug may be in the telling itself.
+            # The bug may be in the code that writes the Event.
             await asyncio.gather(telling, return_exceptions=True)
             await keeper.pause(pause_s, self._sight)
             keeper.changed.set()
 
     async def _keep(self, keeper: "_Keeper") -> None:
-        """Look at one job whenever something has changed, and do what is to be done."""
+        """Look at one job whenever something has changed, and act."""
         wait_s: float | None = None
         while True:
             await keeper.wait(wait_s)
@@ -179,9 +180,9 @@ class Operator:
                 wait_s = None if again_at is None else max(0.0, again_at - self._now())
 
     async def _failed(self, seen: Observed, exc: HoldfastError) -> None:
-        """Say why; if the server refuses what the job needs, the user must learn it too."""
+        """Log the error; if the server refuses what the job needs, tell the user too."""
         if isinstance(exc, Conflict):
-            return  # Somebody else was faster; the next look shows what they did.
+            return  # Another client was faster; the next look shows its change.
         self._say(f"{seen.job.namespace}/{seen.job.name}: {exc}")
         if not isinstance(exc, Rejected):
             return
@@ -240,7 +241,7 @@ class Operator:
         try:
             obj = await self._api.create(kind, body, wanted.metadata.namespace)
         except Conflict:
-            return  # It is there; the watch brings it, or has.
+            return  # It exists; the watch reports it, or has done so.
         made: MasterPod | Child = msgspec.convert(obj, read_child(kind))
         self._say(f"{wanted.metadata.namespace}: {kind.plural} {wanted.metadata.name} is made")
         self._sight.hear_child(kind, made, asked_at)
@@ -250,7 +251,7 @@ class Operator:
         try:
             await self._api.create(SECRETS, objects.secret(job), job.namespace)
         except Conflict:
-            return  # Its name has the job's uid: it is this job's, and stays for its life.
+            return  # Its name has the job's uid: it belongs to this job, and stays as long.
         if rec.has_run(seen):
             text = (
                 f"the Secret {names.secret_name(job.name, job.uid)} was deleted, and a new one is "
@@ -262,7 +263,7 @@ class Operator:
         try:
             await self._api.create(SECRETS, objects.secret_shell(job), job.namespace, dry_run=True)
         except Conflict:
-            return  # It is there.
+            return  # It exists.
         master = names.master_name(job.name)
         text = (
             f"the Secret {names.secret_name(job.name, job.uid)} was deleted. The job goes on, but "
@@ -292,7 +293,7 @@ class Operator:
                 "name": job.name,
                 "namespace": job.namespace,
                 "uid": job.uid,
-                # Nothing that the master has written since is overwritten: Conflict instead.
+                # It must not overwrite what the master has written since: Conflict instead.
                 "resourceVersion": seen.resource_version,
             },
             "status": action.status,
@@ -308,7 +309,7 @@ class Operator:
         self._sight.hear_job(obj, seen.resource_version)
 
     async def _tell(self, about: About, event: rec.Tell) -> None:
-        """Events help people and nothing else: one that cannot be written holds up nothing."""
+        """Write an Event. Events only inform people, so a failed write holds up nothing."""
         self._say(f"{about.namespace}/{about.name}: {event.reason}: {event.text}")
         try:
             await self._events.tell(about, event.reason, event.text, warning=event.warning)
@@ -317,7 +318,7 @@ class Operator:
 
 
 class _Keeper:
-    """Who looks after one job."""
+    """The task of one job, with what wakes it."""
 
     task: "asyncio.Task[None]"
 
@@ -334,7 +335,7 @@ class _Keeper:
         return _about(namespace, name, self.uid)
 
     async def wait(self, seconds: float | None) -> None:
-        """Until something changes, or so long."""
+        """Wait until something changes, or for this time."""
         try:
             async with asyncio.timeout(seconds):
                 await self.changed.wait()
@@ -343,7 +344,7 @@ class _Keeper:
         self.changed.clear()
 
     async def pause(self, seconds: float, sight: Sight) -> None:
-        """So long, or until the manifest is another one: that may be the remedy."""
+        """Wait for this time, or until the manifest changes: the change may be the fix."""
         generation = sight.generation(self.key)
         try:
             async with asyncio.timeout(seconds):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be done about a job, given what exists. Pure: the same sight, the same decision.
+"""What to do about a job, given what exists. Pure: the same observation, the same decision.
 
-A master that is lost is made again: at once the first time, then after growing pauses if one after
-the other is lost soon. Kills, evictions and lost machines may happen for ever. A master that fails
-by itself counts against `restartCount`, unless it had run for long. All counts are in the cluster:
-on the master's newest pod, and in the job's status for when there is none.
+A lost master is made again: at once the first time, then after growing pauses if one master after
+another is lost soon. Kills, evictions and lost machines may go on forever. A master that fails by
+itself counts against `restartCount`, unless it had run for long. All counts are in the cluster: on
+the master's newest pod, and in the job's status for when there is no pod.
 
-While a master may still run there is no second one. The exception is a pod that was deleted and
-whose machine does not confirm it in time; a machine that is cut off cannot.
+While a master may still run there is no second one. The exception is a deleted pod whose machine
+does not confirm the end in time; a machine that is cut off cannot.
 """
 
 from dataclasses import dataclass
@@ -38,26 +38,26 @@ SOUND = "nothing is wrong with the manifest"
 SOON_S = 600.0
 """A master that is lost within this time was lost soon."""
 LONG_S = 3600.0
-"""An error after this long is the first of its kind: those before it are forgiven."""
+"""An error after this long is the first of its kind: earlier ones are forgiven."""
 PAUSE_MAX_S = 300.0
 OVERDUE_S = 30.0
-"""A pod that is still there so long after its grace period is on a machine that is cut off."""
+"""A pod that still exists this long after its grace period is on a machine that is cut off."""
 SECRET_LOOK_S = 600.0
-"""How often the operator asks whether a running job's Secret is there. It may not watch Secrets:
-who may watch them may read them."""
+"""How often the operator asks whether a running job's Secret exists. It may not watch Secrets: the
+right to watch them is also the right to read them."""
 KEPT_PODS = 2
-"""The newest pods of masters, which stay for their logs."""
+"""How many of the newest pods of masters stay, for their logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """The job must still be as it was seen: a master may have said in its last moment that the job
-    is over, and what it said comes by another way than that its pod ended."""
+    """The job must still be as the operator saw it: a master may have written in its last moment
+    that the job is over, and that write arrives by another way than the end of its pod."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """This must be there, and be so."""
+    """This object must exist in exactly this form."""
 
     kind: Kind
     body: dict[str, Any]
@@ -65,7 +65,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """This must be there; if it is, it stays as it is."""
+    """This object must exist; if it does, it stays as it is."""
 
     kind: Kind
     body: dict[str, Any]
@@ -73,17 +73,17 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class CreateSecret:
-    """The job needs its token and certificate; those that are there stay."""
+    """The job needs its token and certificate; if they exist, they stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSecret:
-    """Say so if the job's Secret is gone: new nodes cannot start without it."""
+    """Report it if the job's Secret is gone: new nodes cannot start without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovePod:
-    """An old pod of a master, that nobody needs."""
+    """Remove an old pod of a master that is no longer needed."""
 
     name: str
     uid: str
@@ -91,19 +91,19 @@ class RemovePod:
 
 @dataclass(frozen=True, slots=True)
 class StopNodes:
-    """The job is over, and there is no master that would stop its nodes."""
+    """The job is over, and it has no master to stop its nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """All that the operator says in the job's status."""
+    """Write everything that the operator owns in the job's status."""
 
     status: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """An Event."""
+    """Make an Event."""
 
     reason: str
     text: str
@@ -112,7 +112,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
-    """Its time after the end is over."""
+    """The job has been over for its `ttl_s`: delete it."""
 
 
 Action = (
@@ -131,7 +131,7 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now, in this order, and when to look again though nothing has changed."""
+    """What to do now, in this order, and when to look again even if nothing has changed."""
 
     actions: tuple[Action, ...] = ()
     again_at: float | None = None
@@ -139,19 +139,19 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Master:
-    """How the master of a job stands."""
+    """The state of a job's master."""
 
     runs: bool = False
     reason: str = "MasterPending"
     text: str = ""
     launch: bool = False
-    """A new one is due now."""
+    """A new master is due now."""
     again_at: float | None = None
     end: str = ""
-    """The phase in which the job ends by this; empty if it does not."""
+    """The phase in which this ends the job; empty if it does not."""
     errors: int = 0
     quick_losses: int = 0
-    """How many in a row were lost soon, for the next pod to remember."""
+    """How many masters in a row were lost soon; the next pod remembers it."""
 
 
 def reconcile(seen: Observed, now: float, *, default_image: str = "") -> Decision:
@@ -176,7 +176,7 @@ def reconcile(seen: Observed, now: float, *, default_image: str = "") -> Decisio
 
 
 def refused(seen: Observed, text: str, now: float) -> tuple[Action, ...]:
-    """What to tell the user when the API server said no to what had to be done."""
+    """What to tell the user when the API server has refused a necessary action."""
     return _report(seen, _Master(reason="Refused", text=text), now)
 
 
@@ -201,7 +201,7 @@ def _why_it_waits(seen: Observed) -> _Master | None:
 
 
 def _judge(seen: Observed, now: float) -> _Master:
-    """How the newest master stands, and what follows."""
+    """The state of the newest master, and what follows from it."""
     if not seen.pods:
         return _none_left(seen)
     pod = seen.pods[0]
@@ -230,7 +230,7 @@ def _none_left(seen: Observed) -> _Master:
 
 
 def _leaving(pod: MasterPod, now: float) -> _Master:
-    """It was deleted, by hand or with its machine."""
+    """The state of a pod that was deleted, by hand or with its machine."""
     deadline = (seconds_of(pod.metadata.deletion_timestamp) or now) + OVERDUE_S
     text = f"pod {pod.metadata.name} is going"
     errors = pod.count(objects.ERRORS_ANNOTATION)
@@ -260,12 +260,12 @@ def _failed(seen: Observed, pod: MasterPod, now: float) -> _Master:
 
 
 def _pause_s(losses: int) -> float:
-    """How long the next master waits after so many that were lost soon."""
+    """How long the next master waits after `losses` masters that were lost soon."""
     return min(2.0 ** min(losses, 10), PAUSE_MAX_S) if losses else 0.0
 
 
 def _launch(seen: Observed, lost: _Master, now: float, default_image: str) -> tuple[Action, ...]:
-    """Make the next master, with all that it needs."""
+    """Make the next master, with everything it needs."""
     job = seen.job
     number = seen.status.master.launches
     if seen.pods:
@@ -292,7 +292,7 @@ def _launch(seen: Observed, lost: _Master, now: float, default_image: str) -> tu
 
 
 def _missing(seen: Observed) -> tuple[Action, ...]:
-    """What is not there, or not as it should be."""
+    """The objects that do not exist, or not in the right form."""
     there = seen.digests or {}
     actions: list[Action] = [
         Apply(kind, body)
@@ -317,7 +317,7 @@ def _old_pods(seen: Observed, but: int = KEPT_PODS) -> tuple[Action, ...]:
 
 
 def _end(seen: Observed, master: _Master, now: float) -> tuple[Action, ...]:
-    """The job is over, and its master did not, or could not, say so."""
+    """End a job that is over, whose master did not, or could not, write that."""
     stop = (StopNodes(),) if master.end == FAILED else ()
     over = tuple(
         Condition(type=kind, status=status, reason=master.reason, message=master.text)
@@ -354,9 +354,9 @@ def _report(
     launches: int | None = None,
     errors: int | None = None,
 ) -> tuple[Action, ...]:
-    """The status that says how the master stands, and Events of what is new in it.
+    """The status that describes the master, and Events for what is new in it.
 
-    It always has everything that the operator says: what is left out is taken away.
+    It always has every field that the operator owns: fields that are left out are removed.
     """
     count = seen.status.master
     conditions = [
@@ -387,12 +387,12 @@ def _report(
     if phase in FINAL:
         status["completionTime"] = stamp(now)
     told = tuple(_news(condition) for condition in conditions if _is_news(condition, seen))
-    # Told after it is written: what cannot be written would be told with every try.
+    # Events follow the write: a status that cannot be written would repeat them with every try.
     return (WriteStatus(status), *told) if _differs(status, seen) else told
 
 
 def _phase(seen: Observed, master: _Master, launches: int | None) -> str:
-    """Of a job whose master has not spoken yet; empty if it has, and the phase is the master's."""
+    """The phase of a job whose master has not written one yet; empty if the master has."""
     is_begun = has_run(seen) or launches is not None
     is_ours = seen.status.phase in ("", CREATED, PENDING)
     if not is_ours and has_run(seen):
@@ -443,7 +443,7 @@ def _news(condition: Condition) -> Tell:
 
 
 def _differs(status: dict[str, Any], seen: Observed) -> bool:
-    """Whether the job's status does not say this yet."""
+    """Whether the job's status differs from this one."""
     before = seen.status
     if status.get("phase", before.phase) != before.phase:
         return True

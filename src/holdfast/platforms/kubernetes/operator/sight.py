@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operator sees of the cluster, put together from several watches.
 
-Jobs are found by namespace and name, and what exists for them by the same; whose it really is, is
-decided by uid alone (`observed.py`).
+Jobs, and the objects around their masters, are found by namespace and name; only the uid decides
+which job an object belongs to (`observed.py`).
 """
 
 from collections import deque
@@ -25,19 +25,19 @@ class Sight:
     def __init__(self) -> None:
         self._jobs: dict[Key, Mapping[str, Any]] = {}
         self._children: dict[Key, dict[tuple[str, str], MasterPod | Child]] = {}
-        #: The uids of what went lately: an answer that was late must not bring it back.
+        #: The uids of objects that went lately: a late answer must not bring one back.
         self._gone: deque[str] = deque(maxlen=GONE_MAX)
 
     def uid(self, key: Key) -> str:
-        """Of the job that has this name now; empty if there is none."""
+        """The uid of the job that has this name now; empty if there is none."""
         return str(self._jobs[key]["metadata"].get("uid", "")) if key in self._jobs else ""
 
     def generation(self, key: Key) -> int:
-        """Of its manifest: it changes with the spec, and not with the status."""
+        """The generation of its manifest: it changes with the spec, and not with the status."""
         return int(self._jobs[key]["metadata"].get("generation", 0)) if key in self._jobs else -1
 
     def observed(self, key: Key) -> Observed | None:
-        """What is seen of a job; None if there is none."""
+        """What the operator sees of a job; None if there is none."""
         obj = self._jobs.get(key)
         if obj is None:
             return None
@@ -49,21 +49,21 @@ class Sight:
         return observe(obj, masters, others)
 
     def see_job(self, obj: Mapping[str, Any], *, gone: bool = False) -> Key | None:
-        """A job as it is now, or that it does not exist any more. Whose it is; None if it changed
-        in nothing that matters here: masters tell their progress every second."""
+        """Take in a job as it is now, or its end. Returns its key, or None if nothing changed that
+        matters here: masters write their progress every second."""
         metadata = obj["metadata"]
         key = metadata["namespace"], metadata["name"]
         before = self._jobs.get(key)
         if not gone:
             self._jobs[key] = obj
         elif self.uid(key) == metadata["uid"]:
-            # Else a new one of the same name was seen before the end of the old one.
+            # Otherwise a new job of the same name was seen before the end of the old one.
             del self._jobs[key]
         is_same = before is not None and not gone and _matters(before) == _matters(obj)
         return None if is_same else key
 
     def see_child(self, kind: Kind, child: MasterPod | Child, *, gone: bool = False) -> Key:
-        """An object around a master, or that it does not exist any more."""
+        """Take in an object around a master, or its end."""
         metadata = child.metadata
         key = metadata.namespace, metadata.labels.get(names.JOB_LABEL, "")
         around = self._children.setdefault(key, {})
@@ -77,20 +77,20 @@ class Sight:
         return key
 
     def hear_job(self, obj: Mapping[str, Any], asked_at: str) -> None:
-        """The server's answer to a change. It counts if nothing newer was seen meanwhile, that is
-        if the job is still the version that it was changed at."""
+        """Take in the server's answer to a change. It counts only if no newer state was seen
+        meanwhile, that is if the job still has the version that was changed."""
         metadata = obj["metadata"]
         now = self._jobs.get((metadata["namespace"], metadata["name"]))
         if now is not None and now["metadata"].get("resourceVersion") == asked_at:
             self.see_job(obj)
 
     def hear_child(self, kind: Kind, child: MasterPod | Child, asked_at: str) -> None:
-        """The same for an object around a master; `asked_at` is empty if there was none."""
+        """The same for an object around a master; `asked_at` is empty if it did not exist."""
         if self.version(kind, child) == asked_at and child.metadata.uid not in self._gone:
             self.see_child(kind, child)
 
     def version(self, kind: Kind, child: MasterPod | Child) -> str:
-        """The version in which the object of that name was seen last; empty if it was not."""
+        """The version of the object of that name that was seen last; empty if there was none."""
         metadata = child.metadata
         key = metadata.namespace, metadata.labels.get(names.JOB_LABEL, "")
         known = self._children.get(key, {}).get((kind.plural, metadata.name))
@@ -98,7 +98,7 @@ class Sight:
 
 
 def _matters(obj: Mapping[str, Any]) -> tuple[object, ...]:
-    """All of a job that the operator's decisions rest on."""
+    """Everything of a job that the operator's decisions depend on."""
     metadata, status = obj["metadata"], obj.get("status") or {}
     own = ("uid", "generation", "annotations", "labels", "deletionTimestamp")
     said = ("phase", "conditions", "completionTime", "master")
@@ -106,5 +106,5 @@ def _matters(obj: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def read_child(kind: Kind) -> type[MasterPod] | type[Child]:
-    """What an object of this kind is decoded into."""
+    """The type that objects of this kind are decoded into."""
     return MasterPod if kind == PODS else Child
