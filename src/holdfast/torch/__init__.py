@@ -54,7 +54,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import when first used: the store's server is in this package too, and needs none of it."""
+    """Import on first use: the store's server is in this package too, and needs none of these."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

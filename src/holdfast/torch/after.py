@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rank 0 does when a checkpoint has reached storage: note how long it took, clean up.
 
-Most jobs need neither; then there is no thread.
+Most jobs need neither; then no thread is started.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class AfterCommit:
-    """Waits for commits in a thread, if a rule needs to know of them."""
+    """Waits for commits in a thread, if a rule depends on them."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class AfterCommit:
         self._thread: threading.Thread | None = None
 
     def asked(self) -> None:
-        """A save to storage is on its way."""
+        """A save to storage has begun."""
         is_needed = self._removable is not None or self._schedule.needs_cost
         is_running = self._thread is not None and self._thread.is_alive()
         if self._client.place.rank == 0 and is_needed and not is_running:
-            # No daemon: a program that ends after a save still has its rule applied.
+            # Not a daemon: a program that ends after a save still has its rule applied.
             self._thread = threading.Thread(target=self._follow, name="holdfast-after-commit")
             self._thread.start()
 
     def close(self) -> None:
-        """Wait until nothing is left to do."""
+        """Wait until all of this work is done."""
         if self._thread is not None:
             self._thread.join(self._timeout_s)
 
@@ -64,7 +64,7 @@ class AfterCommit:
                 storage = open_storage(self._series.directory)
                 committed = list_committed(storage, self._series)
                 steps = sorted(one.version.step for one in committed)
-                # The newest is never offered: it is what a restart would need.
+                # The newest is never offered for removal: a restart would need it.
                 may_go = set(self._removable(steps)) & set(steps[:-1])
                 if may_go:
                     self._client.remove(sorted(may_go))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a sharded state that all ranks agreed on, and one rank's files in it."""
+"""The layout of a sharded state that all ranks have agreed on, and one rank's files in it."""
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -38,13 +38,13 @@ class ChunkMap(Struct, frozen=True):
     world_size: int
     tensors: dict[str, SavedTensor]
     values: dict[str, ValueRoom]
-    """Where what is no tensor is, as torch.save wrote it."""
+    """The places of values that are no tensors, as torch.save wrote them."""
     paths: dict[str, Path] = {}
-    """Where in the nested state each name was found; older checkpoints lack it."""
+    """The place of each name in the nested state; older checkpoints lack it."""
 
 
 def decode_map(data: bytes | memoryview) -> ChunkMap:
-    """The map that a checkpoint has. StateError if it is damaged, or points to nowhere."""
+    """The map of a checkpoint. StateError if it is damaged, or points outside its files."""
     try:
         found = msgspec.json.decode(data, type=ChunkMap)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -59,14 +59,14 @@ def decode_map(data: bytes | memoryview) -> ChunkMap:
 
 
 class Exchange:
-    """Lets all ranks know what each of them has to say, over a process group of our own."""
+    """Lets all ranks exchange messages, over a process group of its own."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._group: dist.ProcessGroup | None = None
 
     def all(self, data: bytes) -> list[bytes]:
-        """What every rank said, by rank. Collective."""
+        """The messages of all ranks, by rank. Collective."""
         if self.world_size == 1:
             return [data]
         if not dist.is_initialized():
@@ -75,7 +75,7 @@ class Exchange:
                 "torch.distributed.init_process_group() was called."
             )
         if self._group is None:
-            # The training's group may only know the accelerator's memory, and may be busy.
+            # The training's group may only handle the accelerator's memory, and may be busy.
             self._group = dist.new_group(backend="gloo", timeout=EXCHANGE_TIMEOUT)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
@@ -89,12 +89,12 @@ class Exchange:
 
 
 class AgreedLayout:
-    """What all ranks agreed on for one layout, and this rank's files in it."""
+    """What all ranks have agreed on for one layout, and this rank's files in it."""
 
     def __init__(
         self, rank: int, leaves: Leaves, saved: Mapping[str, bytes], exchange: Exchange
     ) -> None:
-        """Collective. `saved`: what torch.save makes of each value."""
+        """Collective. `saved`: each value as torch.save writes it."""
         self._rank = rank
         self._chunks = leaves.chunks
         declaration = Declaration(
@@ -119,12 +119,12 @@ class AgreedLayout:
         self._row_of: tuple[torch.Tensor, ...] = ()
 
     def fits(self, leaves: Leaves) -> bool:
-        """Whether this state has the same layout; the same on every rank."""
+        """Whether this state has the same layout; every rank gets the same answer."""
         is_same = leaves.chunks is self._chunks or leaves.chunks == self._chunks
         return is_same and leaves.values.keys() == self._names
 
     def images(self, leaves: Leaves, saved: Mapping[str, bytes]) -> list[Image]:
-        """The files that make the DCP checkpoint, and the map beside it."""
+        """The files of the DCP checkpoint, and the map beside it."""
         if self._row is None or self._row_of is not leaves.tensors:
             tensors = [leaves.tensors[number] for number in self._order]
             early = [leaves.early[number] for number in self._order]
@@ -145,7 +145,7 @@ class AgreedLayout:
         return images
 
     def _values_in_place(self, saved: Mapping[str, bytes]) -> dict[int, bytes]:
-        """The items of the values that this rank stores, by where they begin."""
+        """The items of the values that this rank stores, by their offsets."""
         mine = {n: saved[n] for n, room in self._rooms.items() if room.rank == self._rank}
         if self._rank == 0 and any(len(data) > self._rooms[n].length for n, data in mine.items()):
             self._make_room(mine)
@@ -155,7 +155,8 @@ class AgreedLayout:
         }
 
     def _make_room(self, saved: Mapping[str, bytes]) -> None:
-        """Rank 0 may do so on its own: its values are the end of its file, and it tells of them."""
+        """Enlarge rank 0's rooms. Rank 0 needs no agreement for this: its values are at the end of
+        its file, and only its own map and `.metadata` list them."""
         end = min(self._rooms[name].offset for name in saved)
         for name, data in saved.items():
             room = dcp_image.room_for(len(data))
@@ -167,7 +168,7 @@ class AgreedLayout:
 def _own_chunks(
     rank: int, chunks: Iterable[Chunk], layout: Layout, tensors: Mapping[str, SavedTensor]
 ) -> dict[str, SavedTensor]:
-    """Where each chunk that this rank holds is stored: with itself, if it has a copy."""
+    """Where each chunk that this rank holds is stored: in its own file, if that has a copy."""
     own = {item.chunk: item.data for item in layout.items[rank]}
     found: dict[str, SavedTensor] = {}
     for chunk in filter(is_worth_storing, chunks):

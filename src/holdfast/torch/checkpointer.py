@@ -37,16 +37,16 @@ STEP_MAX = 2**63 - 1
 EVERY_STEP = EverySteps(1)
 log = logging.getLogger(__name__)
 
-_NAMES = Series(directory="")  # The names that a series has if nobody says otherwise.
+_NAMES = Series(directory="")  # The default names of a series.
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What became of a save."""
+    """The outcome of a save."""
 
     step: int
     taken: bool
-    """False when nothing was due, or when it could not be done: `why` tells."""
+    """False when nothing was due, or when the save failed: `why` has the reason."""
     to: Tier | None
     seconds: float
     """How long the training had to wait."""
@@ -54,7 +54,7 @@ class Saved:
 
 
 class Checkpointer:
-    """Saves the state of a training and loads it again. Every rank makes one and calls it alike."""
+    """Saves the state of a training and loads it again. Every rank makes one and uses it alike."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Checkpointer:
         """Nothing is opened before the first save or load.
 
         `every` and `storage` say when a save without `to` goes to memory and to storage.
-        `shared=False`: model and optimizer differ from rank to rank, though no tensor says so.
+        `shared=False`: model and optimizer differ from rank to rank, although no tensor is sharded.
         `slots`, `replicas`, `parity`, `replicate_every` and `breakpoint` are explained in
         docs/checkpoints.md, the patterns of names in model/checkpoint.py.
         """
@@ -112,19 +112,19 @@ class Checkpointer:
 
     @property
     def directory(self) -> str:
-        """Where the checkpoints go, as every process of the job calls it."""
+        """The directory of the checkpoints, in the same form in every process of the job."""
         return self.series.directory
 
     def follow(self, source: DataSource) -> None:
-        """Save and restore the position of these data with the model: DataShards asks for it."""
+        """Save and restore the position of these data with the model: DataShards calls it."""
         if self._session is not None:
             raise UsageError("Data must follow a Checkpointer before its first save or load.")
         self._followers.add(source)
 
     # ---- saving ---------------------------------------------------------------------------------
 
-    # With torch loaded the collector has 300,000 objects to look at, in the middle of a call of a
-    # few milliseconds.
+    # With torch loaded the garbage collector walks over 300,000 objects, in the middle of a call of
+    # a few milliseconds.
     @without_collector()
     def save(
         self,
@@ -161,10 +161,11 @@ class Checkpointer:
         to: Tier | None = None,
         overlap: bool | None = None,
     ) -> Saved:
-        """Save files of a framework's own format: images, bytes, text, or what torch.save takes.
+        """Save files of a framework's own format: images, bytes, text, or values for torch.save.
 
-        `files` are this rank's, `shared` those that are the same on every rank; functions that make
-        them are called only when a save is due. Every rank gives `shared` at every step, or none.
+        `files` are this rank's, `shared` are the same on every rank; functions that make them are
+        called only when a save is due. Either every rank gives `shared`, at every step, or none
+        does.
         """
         self._followers.expect_own_state()
         session = self._opened()
@@ -188,7 +189,7 @@ class Checkpointer:
         to: Tier | None = None,
         overlap: bool | None = None,
     ) -> Saved:
-        """Save what is described already: the files of each part that this rank writes."""
+        """Save files that are described already: those of each part that this rank writes."""
         self._followers.expect_own_state()
         session = self._opened()
         tier = _tier(session, step, to)
@@ -224,11 +225,11 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest complete state, or that of a step, in place; returns its step.
 
-        None: there is none, nothing was changed. Every rank calls it, and every rank gets the same
-        step. What was saved as extra and data is in the attributes of these names; objects with
-        load_state_dict that are given here take their state.
+        None: there is no such state, and nothing was changed. Every rank calls it, and every rank
+        gets the same step. The saved extra and data are then in the attributes of these names;
+        objects with load_state_dict that are given here get their state.
 
-        After an error that is no UsageError tensors may have changed: the process has to end.
+        After an error other than UsageError tensors may have changed: the process has to end.
         """
         session = self._opened()
         loading = StateLoading(model, optimizer, lambda: session.sharded, allow_pickle)
@@ -257,8 +258,8 @@ class Checkpointer:
     def _load_foreign(
         self, rank: int, model: object, optimizer: object, extra: object, step: int | None
     ) -> int | None:
-        """Load what DLRover saved here, if it did: model and optimizer by these keys, and the rest
-        as extra."""
+        """Load what DLRover saved here, if there is any: model and optimizer by these keys, and the
+        rest as extra."""
         found = read_dlrover(self.directory, rank, step)
         if found is None:
             return None
@@ -281,9 +282,9 @@ class Checkpointer:
     def load_files(self, step: int | None = None, parts: Sequence[str] = ()) -> LoadedFiles | None:
         """The files of the newest complete state, for a framework that loads them itself.
 
-        `parts`: what this rank reads beside its own part and the shared one. Every rank calls it.
-        Close what it returns (it is a context manager). None: there are none. UsageError: there are
-        only those of DLRover.
+        `parts`: the parts that this rank reads beside its own and the shared one. Every rank calls
+        it. Close the result (it is a context manager). None: there are no files. UsageError: there
+        are only files of DLRover.
         """
         self._followers.expect_own_state()
         session = self._opened()
@@ -297,14 +298,15 @@ class Checkpointer:
     # ---- the rest -------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float = 600.0) -> int | None:
-        """Wait until everything is where it was to go; the newest step on storage, if any.
+        """Wait until every save has arrived; returns the newest step on storage, if any.
 
-        RejectedError: the last save to storage failed, and why. TimedOutError: it takes longer.
+        RejectedError: the last save to storage failed, with the reason. TimedOutError: it takes
+        longer.
         """
         return self._opened().newest_stored(timeout_s)
 
     def close(self) -> None:
-        """End what runs in the background in this process; the saver goes on with its work."""
+        """End the background work of this process; the saver in the agent goes on."""
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -330,7 +332,7 @@ class Checkpointer:
 
 
 def _tier(session: Session, step: int, to: Tier | None) -> Tier | None:
-    """Where a step goes that the training has finished; None: nowhere."""
+    """The tier for a step that the training has finished; None: it is not saved."""
     saving_step(_checked(step))
     return session.tier(step) if to is None else to
 
@@ -376,7 +378,7 @@ def _checked(step: int) -> int:
 
 
 def _hookable(*values: object) -> Iterable[torch.nn.Module | torch.optim.Optimizer]:
-    """The modules and optimizers in what the user gave."""
+    """The modules and optimizers among the user's values."""
     for value in values:
         found = state.unwrapped(value)
         if isinstance(found, torch.nn.Module | torch.optim.Optimizer):

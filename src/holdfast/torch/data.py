@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's DataLoader on DataShards: batches that count when the training gets them.
 
-A DataLoader with worker processes reads ahead, so what its sampler or its dataset has handed out is
-not what the model has seen. `ShardedLoader` keeps that apart: with every batch comes what it was
-made of, and only when the batch is handed to the training loop is that marked as consumed.
+A DataLoader with worker processes reads ahead, so the samples that its sampler or its dataset has
+handed out are not those that the model has seen. `ShardedLoader` keeps the two apart: every batch
+comes with its origin in the shards, and is marked as consumed only when the training loop gets it.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ class Indexed(Protocol):
 
 
 class ShardedMapDataset:
-    """The records of a dataset by their numbers: DataShards says which, `dataset[n]` is read.
+    """The records of a dataset by their numbers: DataShards deals numbers, `dataset[n]` is read.
 
     The recommended way: the training process deals out the numbers, worker processes only read.
     """
@@ -55,11 +55,11 @@ class ShardedMapDataset:
 
 
 class ShardedIterableDataset(IterableDataset[Any]):
-    """Samples of what has no record numbers: lines of files, streams, listed shards.
+    """Samples of data without record numbers: lines of files, streams, listed shards.
 
-    `load` makes a sample of a record number or of a line; of streams and listed shards it gets the
+    `load` makes a sample of a record number or of a line. For streams and listed shards it gets the
     part, and yields a sample for each of its offsets, in order. Each worker process of the loader
-    takes parts of its own.
+    takes its own parts.
     """
 
     def __init__(self, shards: DataShards, load: Callable[[Any], Any]) -> None:
@@ -105,7 +105,7 @@ class ShardedLoader:
             self._way = _InParts(dataset, batch_size, collate_fn or default_collate, options)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the epoch. More than one pass if something comes back to this worker."""
+        """The batches of the epoch, in more than one pass if data come back to this worker."""
         holdings = self.shards.holdings
         epoch = holdings.epoch()
         while True:
@@ -120,8 +120,8 @@ class ShardedLoader:
 def in_step(batches: Iterable[Any], group: Any = None) -> Iterator[Any]:
     """The batches of this rank, in step with all ranks of the process group.
 
-    None when only others have one in this step. It ends on all ranks at once. `batches` must not
-    wait: DataShards.batches(..., wait=False) or ShardedLoader(..., wait=False).
+    It yields None when only other ranks have a batch in this step, and ends on all ranks at once.
+    `batches` must not wait: DataShards.batches(..., wait=False) or ShardedLoader(..., wait=False).
     """
     ranks = distributed.get_world_size(group)
     device = "cuda" if distributed.get_backend(group) == "nccl" else "cpu"
@@ -140,7 +140,7 @@ def in_step(batches: Iterable[Any], group: Any = None) -> Iterator[Any]:
 
 
 class _ByNumber:
-    """Record numbers are drawn here, and read by the DataLoader's workers."""
+    """Draws record numbers in this process; the DataLoader's workers read the records."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _ByNumber:
     ) -> None:
         self._holdings, self._batch_size = dataset.shards.holdings, batch_size
         self._reader: Reader | None = None
-        #: What the batches that are under way are made of, in their order.
+        #: The origins of the batches that are under way, in their order.
         self._drawn: deque[Claims] = deque()
         whole: Any = dataset.dataset
         self._loader = DataLoader(
@@ -168,7 +168,7 @@ class _ByNumber:
             yield numbers.tolist()
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        # Never waits: what it would wait for may be in batches that are not handed out yet.
+        # Never waits: the data it would wait for may be in batches that are not handed out yet.
         self._reader = Reader(self._holdings, epoch, waits=False)
         self._drawn.clear()
         in_hand: Claims = ()
@@ -187,7 +187,7 @@ class _ByNumber:
 
 
 class _Draws(Sampler[list[int]]):
-    """A batch sampler whose batches are drawn anew for every pass."""
+    """A batch sampler that draws new batches for every pass."""
 
     def __init__(self, draws: Callable[[], Iterator[list[int]]]) -> None:
         self._draws = draws
@@ -197,7 +197,7 @@ class _Draws(Sampler[list[int]]):
 
 
 class _Origin(NamedTuple):
-    """The lease that a sample is from. Travels from a worker process to the training process."""
+    """The lease that a sample is from. Goes from a worker process to the training process."""
 
     number: int
     term: int
@@ -214,7 +214,7 @@ class _Tagged(NamedTuple):
 
 
 class _InParts:
-    """Every worker process takes parts of its own; what they are made of comes with the batches."""
+    """Every worker process takes its own parts; the origins of samples come with the batches."""
 
     def __init__(
         self,
@@ -255,13 +255,13 @@ class _InParts:
                     self._holdings.report_if_due()
         finally:
             self._holdings.finish(in_hand)
-            # Left before the end: the rest of what was begun is for others. What the workers have
-            # beyond that they give back themselves when they are told to end, after this.
+            # The loop ended early: other ranks get the rest of the parts that were begun. The
+            # workers give back all further parts when they are told to end, after this.
             self._holdings.release(list(adopted.values()))
             del loaded
 
     def _claims(self, uptos: dict[_Origin, int], adopted: dict[int, Part]) -> Claims:
-        """Empty if the batch is of a position that is no longer the dataset's."""
+        """The claims of a batch; empty if its position is no longer the dataset's."""
         claims: list[tuple[Part, int]] = []
         for origin, upto in uptos.items():
             part = self._holdings.adopt(*origin)
@@ -287,7 +287,7 @@ class _Collate:
 
 
 class _TaggedSamples(IterableDataset[_Tagged]):
-    """Reads one part after another, in a worker process or in the one that trains."""
+    """Reads one part after another, in a worker process or in the training process."""
 
     def __init__(self, holdings: Holdings, load: Callable[[Any], Any]) -> None:
         self.epoch = 0
@@ -295,7 +295,7 @@ class _TaggedSamples(IterableDataset[_Tagged]):
         self._holdings: Holdings | None = holdings
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker process that is spawned: what this process holds stays here."""
+        """For a spawned worker process: what this process holds stays here."""
         return {**self.__dict__, "_holdings": None}
 
     def __iter__(self) -> Iterator[_Tagged]:
@@ -328,5 +328,5 @@ class _TaggedSamples(IterableDataset[_Tagged]):
         for upto, sample in samples(self._described, part, self._load):
             yield _Tagged(sample, origin, upto)
         if upto == part.begin:
-            # No line begins in it: nobody else will ever hear of this part.
+            # No line begins in this part: no batch would ever report it.
             holdings.finish([(part, part.end)])

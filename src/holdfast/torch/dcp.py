@@ -6,9 +6,9 @@
     if reader.step is not None:
         dcp.load(state, storage_reader=reader)
 
-What lands on storage is the same as that of Checkpointer.save. torch plans every such save anew
-with all ranks talking; Checkpointer.save(model=..., optimizer=...) does so only when the layout
-changes.
+The files on storage are the same as those of Checkpointer.save. torch plans every such save again,
+with communication of all ranks; Checkpointer.save(model=..., optimizer=...) does so only when the
+layout changes.
 """
 
 import io
@@ -55,10 +55,10 @@ class DcpWriter(StorageWriter):
         self._checkpointer, self._step, self._to = checkpointer, step, to
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The checkpointer knows where."""
+        """Nothing to do: the checkpointer knows the directory."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Every rank writes its own part; there is nothing to set up."""
+        """Nothing to set up: every rank writes its own part."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -81,12 +81,12 @@ class DcpWriter(StorageWriter):
         if result.to is not None and not result.taken:
             raise RejectedError(result.why)
         done: Future[list[WriteResult]] = Future()
-        # `.metadata` is part of what rank 0 wrote: torch need not know where things are.
+        # `.metadata` is part of rank 0's files: torch does not need the places of items.
         done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The agents commit the step when every part of it is on storage."""
+        """Nothing to do: the agents commit the step when every part of it is on storage."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -109,21 +109,21 @@ def _taken_apart(plan: SavePlan, planner: SavePlanner) -> tuple[Leaves, dict[str
 
 
 class DcpReader(StorageReader):
-    """Loads the newest complete step, or a certain one, from the nearest place that has it."""
+    """Loads the newest complete step, or a given one, from the nearest place that has it."""
 
     def __init__(self, checkpointer: Checkpointer, step: int | None = None) -> None:
         """Collective: all ranks agree on the step."""
         found = checkpointer.load_files(step, parts=[rank_part(0)])
         self.step = None if found is None else found.step
-        """What will be loaded; None: there is nothing."""
+        """The step that will be loaded; None: there is none."""
         self._files: LoadedFiles | None = found
         self._map = ChunkMap(0, {}, {}) if found is None else _read_map(found)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The checkpointer knows where."""
+        """Nothing to do: the checkpointer knows the directory."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """From our own index: nothing is unpickled."""
+        """From the JSON indexes of Holdfast: nothing is unpickled."""
         known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             name: BytesStorageMetadata() for name in self._map.values
         }
@@ -141,7 +141,7 @@ class DcpReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Everything is known since the agreement."""
+        """Nothing to do: everything is known since the agreement."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -150,7 +150,7 @@ class DcpReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what this rank needs, then let the memory go."""
+        """Copy what this rank needs, then release the memory."""
         if self._files is None:
             raise UsageError("There is no checkpoint to load, or this reader has been used.")
         files, self._files = self._files, None

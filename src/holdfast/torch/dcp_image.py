@@ -2,12 +2,12 @@
 """Lays a rank's file out as torch.distributed.checkpoint does: `__3_0.distcp` and `.metadata`.
 
 A `.distcp` file is a row of items, each of them a small torch.save file: one per tensor chunk, and
-one per value that is no tensor. `.metadata` says where each item is. Both are written for others:
-`dcp.load` reads them without us, at any world size. We ourselves read by the JSON indexes and never
-unpickle anything.
+one per value that is no tensor. `.metadata` says where each item is. Both are written for other
+programs: `dcp.load` reads them without Holdfast, at any world size. Holdfast itself reads by its
+JSON indexes and never unpickles anything.
 
-Items of tensors come first and stay where they are from save to save. Values come last, each in a
-room with some space left, because their length may change a little.
+Items of tensors come first and stay in place from save to save. Values come last, each in a room
+with some space left, because their length may change a little.
 """
 
 import functools
@@ -53,12 +53,12 @@ class _Skeleton:
     head: bytes
     tail: bytes
     size: int
-    """Of what is between them."""
+    """The length of the bytes between the two."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _skeleton(dtype: str, sizes: Lengths) -> _Skeleton:
-    # Memory that is not touched is not really there, so this costs nothing even for a large one.
+    # Memory that is not touched takes no space, so this costs nothing even for a large tensor.
     image = zip_image("", torch.empty(sizes, dtype=dtype_named(dtype)))
     if not image.holes:
         return _Skeleton(b"".join(data for _, data in image.pieces), b"", 0)
@@ -70,20 +70,20 @@ def _skeleton(dtype: str, sizes: Lengths) -> _Skeleton:
 
 @functools.lru_cache(maxsize=4096)
 def blob_of(dtype: str, sizes: Lengths) -> Blob:
-    """How long the item of a tensor is, and where in it the tensor's bytes are."""
+    """The length of a tensor's item, and the place of the tensor's bytes in it."""
     skeleton = _skeleton(dtype, sizes)
     return Blob(len(skeleton.head) + skeleton.size + len(skeleton.tail), len(skeleton.head))
 
 
 def saved_value(value: object) -> bytes:
-    """The item of something that is no tensor."""
+    """The item of a value that is no tensor."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def room_for(length: int) -> int:
-    """How much room a value of this length gets, so that it may grow."""
+    """The room for a value of this length, with space to grow."""
     padding = min(max(length, _ROOM_STEP), _COMMENT_MAX - _ROOM_STEP)
     return -(-(length + padding) // _ROOM_STEP) * _ROOM_STEP
 
@@ -107,7 +107,7 @@ class TensorRow:
     pieces: tuple[tuple[int, bytes], ...]
     holes: tuple[Hole, ...]
     tail: bytes
-    """What follows the last hole."""
+    """The bytes after the last hole."""
     end: int
 
 
@@ -157,7 +157,7 @@ def metadata_file(layout: Layout, rooms: Mapping[str, ValueRoom]) -> bytes:
         place = _StorageInfo(data_file(room.rank), room.offset, room.length)
         results.append(WriteResult(MetadataIndex(name), room.length, place))
     metadata = Metadata(found, planner_data=dict(layout.paths))
-    # torch writes to a file only. It is small, and it is written again only when it changes.
+    # torch writes only to a file. The file is small, and written again only when it changes.
     with tempfile.TemporaryDirectory() as folder:
         _MetadataWriter(folder, sync_files=False).finish(metadata, [results])
         return (Path(folder) / METADATA).read_bytes()

@@ -29,7 +29,7 @@ from holdfast.torch.shard_map import Path as StatePath
 def export_checkpoint(storage: Storage, one: Committed, target: Path, file_format: str) -> None:
     """Write model and optimizer of a checkpoint as `file_format` to `target`.
 
-    "safetensors": the tensors of the model alone, in one file. "torch": model, optimizer and what
+    "safetensors": only the tensors of the model, in one file. "torch": model, optimizer and what
     rank 0 saved beside them, in a file for torch.load. "dcp": a directory for
     torch.distributed.checkpoint. StateError if the checkpoint is damaged.
     """
@@ -47,7 +47,7 @@ def export_checkpoint(storage: Storage, one: Committed, target: Path, file_forma
 def _export_plain(copy: Path, target: Path, file_format: str) -> None:
     found = read_plain(copy)
     for name in ("rng", "positions"):
-        found.pop(name, None)  # Of rank 0 alone, and of no use to anybody but a resumed run.
+        found.pop(name, None)  # Rank 0's own, and useful only for a resumed run.
     if file_format == "safetensors":
         _save_safetensors(found.get("model"), target)
     elif file_format == "torch":
@@ -73,7 +73,7 @@ def _save_safetensors(model: Any, target: Path) -> None:
         raise UsageError("the checkpoint has no model whose tensors could be exported")
     image, _ = safetensors_image(target.name, leaves)
     with target.open("w+b") as file:
-        # Not only made longer: on a full disk, writing to the mapping would kill us with SIGBUS.
+        # Not ftruncate: on a full disk, a write to the mapping would kill this process with SIGBUS.
         os.posix_fallocate(file.fileno(), 0, image.length)
         with mmap.mmap(file.fileno(), image.length) as mapping:
             fill(image, memoryview(mapping))
@@ -93,7 +93,7 @@ def _leaves(value: Any, name: str) -> list[Leaf]:
 
 
 def read_plain(folder: Path) -> dict[str, Any]:
-    """What is in the directory of a plain checkpoint: "model", "optimizer", rank 0's "extra"..."""
+    """The contents of a plain checkpoint's directory: "model", "optimizer", rank 0's "extra"..."""
     values: dict[str, Any] = {}
     for part in (SHARED, rank_part(0)):
         index = folder / f"{part}.json"
@@ -117,9 +117,9 @@ def read_plain(folder: Path) -> dict[str, Any]:
 
 
 def read_sharded(folder: Path) -> dict[str, Any]:
-    """What is in the directory of a sharded checkpoint, put together from all ranks' files.
+    """The contents of a sharded checkpoint's directory, put together from all ranks' files.
 
-    By our own map. torch's reader of `.metadata` would run whatever stands in that file.
+    Read by Holdfast's own map, because torch's reader of `.metadata` runs any code in that file.
     """
     chunk_map = decode_map(_content(folder / MAP_FILE))
     files = {
@@ -149,7 +149,7 @@ def _ranks(chunk_map: ChunkMap) -> set[int]:
 
 
 def _path(chunk_map: ChunkMap, name: str) -> StatePath:
-    """Where in the state it is. Older maps do not say: then a name is split at its first dot."""
+    """Its place in the state. Older maps lack it: then a name is split at its first dot."""
     known = chunk_map.paths.get(name)
     if known:
         return known
@@ -180,7 +180,7 @@ def _nested(found: dict[StatePath, Any]) -> dict[str, Any]:
 
 
 class _Level(dict[str | int, Any]):
-    """What paths lead through, as opposed to a value that is a dict."""
+    """A level that paths lead through, as opposed to a value that is a dict."""
 
 
 def _listed(value: Any) -> Any:

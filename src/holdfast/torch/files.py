@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in a framework's own files: ours to keep, the framework's to read."""
+"""Checkpoints in a framework's own files: Holdfast keeps them, the framework reads them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -11,7 +11,7 @@ from holdfast.torch.restore import OpenPart, Parts
 from holdfast.torch.zip_image import zip_image
 
 Files = Mapping[str, object] | Callable[[], Mapping[str, object]]
-"""Content by file name, or what makes it."""
+"""Content by file name, or a function that makes it."""
 
 
 def to_images(files: Files) -> list[Image]:
@@ -21,7 +21,7 @@ def to_images(files: Files) -> list[Image]:
 
 
 def to_image(name: str, value: object) -> Image:
-    """A file with this content: an image, bytes, text, or anything that torch.save takes."""
+    """A file with this content: an image, bytes, text, or any value that torch.save takes."""
     if isinstance(value, Image):
         return value
     if isinstance(value, bytes):
@@ -49,19 +49,20 @@ class LoadedFiles:
         return list(self._files)
 
     def file(self, name: str) -> memoryview:
-        """The bytes of a file, read only; nothing may refer to them after `close`."""
+        """The bytes of a file, read only; no object may refer to them after `close`."""
         if name not in self._files:
             raise StateError(f"the checkpoint of step {self.step} has no file {name} here")
         return self._files[name].file(name)
 
     def open(self, part: str) -> OpenPart:
-        """One more part. It may fail here, though all ranks agreed: prefer to ask for it before."""
+        """One more part. It may fail here, though all ranks agreed: better ask for it in
+        `load_files`."""
         return self._parts.open([part])[part]
 
     def close(self) -> None:
         """The files have been read. StateError: their bytes changed before that.
 
-        They are read where they stand, so they are compared when nothing reads them any more.
+        The caller reads them in place, so they are compared when no caller reads them any more.
         """
         try:
             self._parts.take()
@@ -69,7 +70,7 @@ class LoadedFiles:
             self.let_go()
 
     def let_go(self) -> None:
-        """Close it without a look at what was read: it is not used."""
+        """Close it without comparing the bytes: they are not used."""
         self._files = {}
         self._parts.close()
 
@@ -89,14 +90,14 @@ class LoadedFiles:
 
 
 class FilesLoading:
-    """Gets files ready; whoever asked reads them."""
+    """Gets files ready; the caller reads them."""
 
     def __init__(self, more: Sequence[str]) -> None:
         self._more = more
         self._opened: dict[str, OpenPart] = {}
 
     def prepare(self, parts: Parts) -> None:
-        """Open this rank's part, the shared one, and what else was asked for."""
+        """Open this rank's part, the shared one, and the other requested parts."""
         own = rank_part(parts.rank)
         wanted = list(self._more)
         if parts.shape.shared:
@@ -106,12 +107,12 @@ class FilesLoading:
         self._opened = parts.open(list(dict.fromkeys(wanted)))
 
     def take(self) -> None:
-        """Nothing is copied: whoever asked reads the files where they stand, see `LoadedFiles`."""
+        """Nothing is copied: the caller reads the files in place, see `LoadedFiles`."""
 
     def fill(self) -> dict[str, object]:
-        """Nothing lives here that could take a state."""
+        """Nothing to fill: there are no live objects here."""
         return {}
 
     def files(self, parts: Parts) -> LoadedFiles:
-        """What was opened."""
+        """The opened files."""
         return LoadedFiles(parts, self._opened)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data that are read with respect to a Checkpointer's model: their position goes with it."""
+"""Data that follow a Checkpointer's model: their position is saved and restored with it."""
 
 import logging
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ class DataSource(Protocol):
     """Data whose position is saved and restored with the model."""
 
     def marks(self) -> Marks:
-        """How far this rank is in every lease that it has, or that ended since it was asked."""
+        """This rank's position in every lease that it has, or that ended since the last call."""
 
     def restored(self) -> None:
-        """The position has jumped to that of the restored model: begin anew from there."""
+        """The position has jumped to that of the restored model: start again from there."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its "name", and, in a process on its own, its position."""
+        """Its "name", and, in a process without an agent, its position."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -33,11 +33,11 @@ class Followers:
     def __init__(self) -> None:
         self._sources: list[DataSource] = []
         self._is_alone = worker_settings() is None
-        #: What was said with saves of which it is not known that they were made.
+        #: Marks that went with saves which are not known to be made.
         self._unsaved: Marks = ()
 
     def add(self, source: DataSource) -> None:
-        """UsageError if nobody here could keep the position."""
+        """Add a source. UsageError if no process could keep its position."""
         world_size = worker_place().world_size
         if self._is_alone and world_size > 1:
             raise UsageError(
@@ -48,26 +48,27 @@ class Followers:
 
     @property
     def has_any(self) -> bool:
-        """Whether positions go with the commits. A process on its own keeps them in its state."""
+        """Whether positions go with the commits. A process without an agent has them in its
+        state."""
         return bool(self._sources) and not self._is_alone
 
     def marks(self) -> Marks | None:
-        """How far this rank is, with what earlier saves failed to say; None if none follows."""
+        """This rank's positions, with those of saves that failed; None if no data follow."""
         if not self.has_any:
             return None
         self._unsaved = merged((self._unsaved, *(source.marks() for source in self._sources)))
         return self._unsaved
 
     def saved(self) -> None:
-        """The agent has what was said last."""
+        """The agent has the marks of the last call."""
         self._unsaved = ()
 
     def own_positions(self) -> list[dict[str, Any]]:
-        """Where the data of a process on its own are: part of the state that it saves."""
+        """The data positions of a process without an agent: part of the state that it saves."""
         return [source.state_dict() for source in self._sources] if self._is_alone else []
 
     def expect_own_state(self) -> None:
-        """UsageError if positions would be lost, because what is saved is not `save`'s own."""
+        """UsageError if positions would be lost, because the state is not saved by `save`."""
         if self._is_alone and self._sources:
             raise UsageError(
                 "Data follow this Checkpointer, and in a process on its own only save() and load() "
@@ -75,7 +76,7 @@ class Followers:
             )
 
     def own_restored(self, step: int, positions: object) -> None:
-        """A process on its own has loaded a step: its data go to where they were then."""
+        """A process without an agent has loaded a step: move its data to their positions then."""
         known = {one["name"]: one for one in positions} if isinstance(positions, list) else {}
         for source in self._sources if self._is_alone else ():
             name = source.state_dict()["name"]
@@ -85,7 +86,7 @@ class Followers:
                 log.warning("step %d does not say where the data %r were: they stay", step, name)
 
     def restored(self) -> None:
-        """All ranks agreed on what to begin with, and have it."""
+        """All ranks have agreed on a state to begin with, and have it."""
         self._unsaved = ()
         for source in self._sources if self.has_any else ():
             source.restored()

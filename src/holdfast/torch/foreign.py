@@ -19,10 +19,9 @@ _WAY_OUT = "load it by what wrote it, or choose another directory to begin at 0"
 def read_dlrover(
     directory: str, rank: int, wanted: int | None
 ) -> tuple[int, dict[str, Any]] | None:
-    """The newest step there or the wanted one, and what this rank had saved; None if it is not
-    there.
+    """The newest step or the wanted one, and what this rank had saved; None if there is none.
 
-    UsageError if it is there and cannot be read: a training must not begin at 0 for that.
+    UsageError if it exists and cannot be read: the training must not silently begin at step 0.
     """
     step = find_dlrover(open_storage(directory), wanted, str(wanted))
     if step is None:
@@ -46,10 +45,10 @@ def read_dlrover(
 
 
 def refuse_dlrover(series: Series, wanted: int | None) -> None:
-    """UsageError if DLRover has saved there what a framework, which would find nothing of ours,
-    wants to load."""
+    """UsageError if a framework wants to load here, and there is only a checkpoint of DLRover: the
+    framework would find nothing and begin at step 0."""
     if series.tracker == DLROVER_TRACKER:
-        return  # Saved in DLRover's own way: the caller reads what DLRover has left, too.
+        return  # The series has DLRover's layout: the caller reads DLRover's checkpoints too.
     name = "" if wanted is None else series.name(wanted)
     step = find_dlrover(open_storage(series.directory), wanted, name)
     if step is not None:
@@ -60,8 +59,8 @@ def refuse_dlrover(series: Series, wanted: int | None) -> None:
 
 
 def without_wrapper(saved: Any, live: object) -> Any:
-    """A state dict as the bare model has it: one that was saved from DDP has "module." before all
-    its names."""
+    """A state dict with the names of the bare model: if it was saved from DDP, all its names begin
+    with "module."."""
     bare = state.unwrapped(live)
     if not isinstance(saved, dict) or not isinstance(bare, torch.nn.Module):
         return saved

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New tensors for what a load finds no live tensor for: the state of an optimizer, mostly."""
+"""New tensors for saved ones without a live tensor: the state of an optimizer, mostly."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def fresh_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor to be written to. A large one asks for large pages: they are there much sooner."""
+    """A tensor to write to. A large one asks for large pages: the kernel makes them much sooner."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.nbytes >= LARGE:
         address = tensor.data_ptr()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file of a checkpoint, described before a byte of it is written.
 
-An image is static bytes and holes; a hole is where a live tensor's bytes go. Whoever saves copies
-the tensors straight from where they live into the holes: the copy into shared memory is the only
-serialisation there is, and the bytes in memory are the bytes of the file on storage.
+An image is static bytes and holes; a hole is the place of a live tensor's bytes. A save copies the
+tensors straight from where they are into the holes: the copy into shared memory is the only
+serialisation, and the bytes in memory are the bytes of the file on storage.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ PAGE = 4096
 """Tensor data starts at a multiple of this, so that a reader can map it."""
 
 _DIMS_MAX = 64
-"""What torch has at most."""
+"""The most dimensions that torch allows."""
 
 _SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
@@ -42,19 +42,20 @@ _SAFETENSORS_DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
-"""What safetensors has a name for. Others are stored as plain bytes; our index knows the dtype."""
+"""The dtypes with a name in safetensors. Others are stored as plain bytes; Holdfast's index has
+their dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Where the row-major bytes of a tensor go."""
+    """The place of a tensor's row-major bytes."""
 
     offset: int
     tensor: torch.Tensor
     label: str = ""
-    """What messages call it."""
+    """The name in messages."""
     early: bool = False
-    """True if it may change during the next forward pass: it is copied before save() returns."""
+    """True if the next forward pass may change it: it is copied before save() returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor of a state, and what it is called."""
+    """A tensor of a state, and its name."""
 
     name: str
     tensor: torch.Tensor
@@ -79,7 +80,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor is in a file. Strides are not kept: the bytes are row-major."""
+    """The place of a tensor in a file. Strides are not kept: the bytes are row-major."""
 
     name: str
     dtype: str
@@ -94,7 +95,7 @@ def bytes_image(name: str, data: bytes) -> Image:
 
 
 def safetensors_image(name: str, leaves: Sequence[Leaf]) -> tuple[Image, tuple[Entry, ...]]:
-    """A valid safetensors file of these tensors, and where each of them is in it."""
+    """A valid safetensors file of these tensors, and the place of each of them in it."""
     spec = tuple((leaf.name, leaf.tensor.dtype, tuple(leaf.tensor.shape)) for leaf in leaves)
     layout = _safetensors_layout(spec)
     holes = tuple(
@@ -107,21 +108,21 @@ def safetensors_image(name: str, leaves: Sequence[Leaf]) -> tuple[Image, tuple[E
 def tensor_at(
     data: memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
-    """The tensor at this place: a view of the memory, to be copied out of and then dropped."""
+    """The tensor at this place: a view of the memory, to copy from and then drop."""
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     view = data[offset : offset + count * dtype.itemsize]
     buffer: object = view
     if view.readonly:
-        # torch has no read-only tensors and warns of such a buffer; ours is only copied from.
+        # torch has no read-only tensors and warns of such a buffer; this one is only copied from.
         buffer = (ctypes.c_char * len(view)).from_address(address_of(view))
         buffer.keep = view  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 def lies_in_a_row(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is, byte for byte, what its row-major file would be."""
+    """Whether the memory of a tensor is, byte for byte, its row-major file."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -137,7 +138,7 @@ def fill_hole(hole: Hole, target: memoryview) -> None:
     """Write the bytes of one tensor, whatever its strides."""
     tensor = hole.tensor.detach()
     if lies_in_a_row(tensor):
-        tensor = tensor.reshape(-1).view(torch.uint8)  # Not every dtype knows how to be copied.
+        tensor = tensor.reshape(-1).view(torch.uint8)  # Not every dtype supports copying.
     if tensor.numel():
         tensor_at(target, hole.offset, tensor.dtype, tensor.shape).copy_(tensor)
 
@@ -151,7 +152,7 @@ def is_shape(sides: Sequence[int]) -> bool:
 def check_entries(entries: Sequence[Entry], length: int) -> None:
     """StateError unless each of these tensors is within a file of this length.
 
-    The index is only a file: its numbers end up as addresses that are copied from.
+    An index is only a file: its numbers become addresses that are copied from.
     """
     for entry in entries:
         size = dtype_named(entry.dtype).itemsize
@@ -187,7 +188,7 @@ class _Layout:
     length: int
 
 
-# A state keeps its shape from step to step; the layout of a changed one is simply another.
+# A state keeps its shape from step to step; a changed state gets another layout.
 @functools.lru_cache(maxsize=8)
 def _safetensors_layout(spec: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> _Layout:
     # The format allows no padding between tensors: wide ones first keeps every tensor aligned.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DataLoader for training in worlds that change their size.
 
-It counts what it hands out, not what its workers fetch ahead, and keeps the sampler's position by
-that. Batch size and number of workers can be changed while it runs: it lets go what was fetched
-ahead and begins anew at the position. So nothing is polled, and no file is shared between ranks.
+It counts the batches that it hands out, not those that its workers fetch ahead, and moves the
+sampler's position accordingly. Batch size and number of workers can be changed while it runs: it
+drops what was fetched ahead and starts again at the position. So nothing is polled, and no file is
+shared between ranks.
 """
 
 import itertools
@@ -25,12 +26,12 @@ FOR_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank puts through the model in one pass of a step."""
+    """The samples that one rank puts through the model in one pass of a step."""
 
     places: range
-    """In the order of the epoch."""
+    """Places in the order of the epoch."""
     weight: float
-    """By this the mean loss of the batch is multiplied; the mean of that over the ranks, summed
+    """The factor for the mean loss of the batch. The mean of these products over the ranks, summed
     over the passes, is the mean loss of all samples of the step."""
     end: int | None
     """The position after the step, if this is its last pass."""
@@ -39,8 +40,9 @@ class Share:
 def shares(start: int, end: int, batch_size: int, rank: int, world_size: int) -> list[Share]:
     """One rank's share of the step that trains the places from `start` to before `end`.
 
-    All ranks have equally many passes. One that has no sample left for a pass takes the first of
-    the step, with the weight 0, so that it can take part in whatever the others do together.
+    All ranks have the same number of passes. A rank without a sample for a pass takes the first
+    sample of the step, with the weight 0, so that it can take part in the collectives of the
+    others.
     """
     own = range(start + rank, end, world_size)
     most = -(-(end - start) // world_size)
@@ -55,7 +57,7 @@ def shares(start: int, end: int, batch_size: int, rank: int, world_size: int) ->
 
 
 class ElasticDataLoader(Generic[Batch]):
-    """Batches of one rank. Its state has the sampler's, and what was tuned at run time."""
+    """Batches of one rank. Its state has the sampler's, and the settings changed at run time."""
 
     def __init__(
         self,
@@ -66,10 +68,10 @@ class ElasticDataLoader(Generic[Batch]):
         num_workers: int = 0,
         **options: Any,
     ) -> None:
-        """`batch_size` is that of one rank. `options` are more of torch's DataLoader.
+        """`batch_size` is that of one rank. `options` are further options of torch's DataLoader.
 
         With the sampler's `drop_last` an incomplete last batch of all ranks together is left out;
-        otherwise the sampler says how the last batch is padded.
+        otherwise the sampler pads the last batch.
         """
         if isinstance(dataset, IterableDataset):
             raise UsageError("an IterableDataset has no order that a sampler could deal")
@@ -90,7 +92,7 @@ class ElasticDataLoader(Generic[Batch]):
         self._fetcher: DataLoader[Batch] | None = None
 
     def set_batch_size(self, batch_size: int) -> None:
-        """From the next batch on (of ElasticTrainer: from the next step on).
+        """Takes effect from the next batch on (of ElasticTrainer: from the next step on).
 
         Call it at the same batch on every rank, unless ElasticTrainer keeps the global batch.
         """
@@ -98,14 +100,14 @@ class ElasticDataLoader(Generic[Batch]):
         self._changes += 1
 
     def set_workers(self, num_workers: int) -> None:
-        """From the next batch on; each rank may have its own number."""
+        """Takes effect from the next batch on; each rank may have its own number."""
         _checked(num_workers, 0, "a number of workers")
         self.num_workers = self._tuned["num_workers"] = num_workers
         self._changes += 1
         self._fetcher = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the rest of the epoch, equally many and equally large on every rank.
+        """The batches of the rest of the epoch, the same number and size on every rank.
 
         A batch counts as trained when it is handed out: save after the step that it is for.
         """
@@ -123,25 +125,26 @@ class ElasticDataLoader(Generic[Batch]):
     def shares(self) -> Iterator[tuple[Share, Batch]]:
         """This rank's shares of the rest of the epoch, in steps of `global_batch` samples.
 
-        The caller says `trained` when a step is done.
+        The caller calls `trained` when a step is done.
         """
         return self._fetched(self._weighted_shares)
 
     def trained(self, end: int) -> None:
-        """A step is done, which goes to this position."""
+        """A step is done; the position is now `end`."""
         self.sampler.seek(self.sampler.epoch, end, self._at_least())
 
     def steps_in(self, samples: int) -> int:
-        """How many steps so many samples are."""
+        """How many steps `samples` samples make."""
         whole, rest = divmod(samples, self._step())
         return whole + (rest > 0 and not self.sampler.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank, but for what was tuned on it."""
+        """The same on every rank, except for settings that were changed on it."""
         return {"sampler": self.sampler.state_dict(), "tuned": dict(self._tuned)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state was saved. What was not tuned stays as the script says."""
+        """Go on where a state was saved. Settings that were not changed stay as the script has
+        them."""
         self.sampler.load_state_dict(state_dict["sampler"])
         if "batch_size" in state_dict["tuned"]:
             self.set_batch_size(state_dict["tuned"]["batch_size"])
@@ -157,7 +160,7 @@ class ElasticDataLoader(Generic[Batch]):
         return self.global_batch or self.batch_size * self.sampler.num_replicas
 
     def _at_least(self) -> int:
-        """With fewer samples left there is no further step in an epoch."""
+        """The number of samples that a further step of the epoch needs."""
         if not self.sampler.drop_last:
             return 1
         if self.sampler.length < self._step():
@@ -184,13 +187,13 @@ class ElasticDataLoader(Generic[Batch]):
             yield from shares(start, end, size, rank, world_size)
 
     def _leave_remainder(self) -> None:
-        """Go to the next epoch if what is left of this one makes no step any more."""
+        """Go to the next epoch if the rest of this one is too short for a step."""
         self.trained(self.sampler.position)
 
     # ---- fetching -------------------------------------------------------------------------------
 
     def _fetched(self, plan: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, Batch]]:
-        """What was planned with the batches for it; planned anew, between steps, on a change."""
+        """The plan with a batch for each share; a change leads to a new plan, between steps."""
         epoch = self.sampler.epoch
         self._leave_remainder()
         while self.sampler.epoch == epoch:
@@ -207,7 +210,7 @@ class ElasticDataLoader(Generic[Batch]):
                 return
 
     def _workers_seed(self) -> int:
-        """Another one for each rank and each begin, whatever happened before."""
+        """A different seed for each rank and each start, independent of everything before."""
         sampler = self.sampler
         facts = (sampler.seed, sampler.epoch, sampler.position, sampler.rank)
         return hash(facts) % 2**63
@@ -226,7 +229,7 @@ class ElasticDataLoader(Generic[Batch]):
 
 
 class _Upcoming(Iterable[list[int]]):
-    """What torch's DataLoader is to fetch; it asks each time it begins."""
+    """The batches that torch's DataLoader must fetch; it asks each time it begins."""
 
     def __init__(self) -> None:
         self.lists: Iterator[list[int]] = iter(())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a state into live objects, whichever way it was saved: plain or sharded."""
+"""Loads a state into live objects, whether it was saved plain or sharded."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StateLoading:
-    """Finds out how a checkpoint was saved, and has it loaded that way."""
+    """Finds out how a checkpoint was saved, and loads it that way."""
 
     def __init__(
         self,
@@ -23,9 +23,9 @@ class StateLoading:
         sharded: "Callable[[], Sharded]",
         allow_pickle: bool,
     ) -> None:
-        """`sharded` is called only if something here is sharded."""
+        """`sharded` is called only if a live object or the checkpoint is sharded."""
         self.is_substitute = False
-        """Whether this rank's own part is another rank's."""
+        """Whether another rank's part stands in for this rank's own part."""
         self._is_sharded = sharding.is_sharded(model, optimizer)
         self._sharded: Callable[[], Loading] = lambda: sharded().loading(
             model, optimizer, allow_pickle
@@ -34,7 +34,7 @@ class StateLoading:
         self._chosen: Loading = self._plain
 
     def prepare(self, parts: Parts) -> None:
-        """Choose, and prepare what was chosen."""
+        """Choose the way to load, and prepare it."""
         wanted = rank_part(parts.rank)
         rank = parts.rank if parts.shape.shared else parts.rank % parts.shape.world_size
         own = parts.open([rank_part(rank)])[rank_part(rank)]
@@ -44,11 +44,11 @@ class StateLoading:
         self._chosen.prepare(parts)
 
     def take(self) -> None:
-        """Have its bytes."""
+        """Take the bytes the chosen way."""
         self._chosen.take()
 
     def fill(self) -> dict[str, object]:
-        """Load it."""
+        """Load the chosen way."""
         return self._chosen.fill()
 
 
@@ -64,7 +64,7 @@ def _kind(part: OpenPart) -> str:
 
 
 def hand_over(live: object, value: object, where: str) -> None:
-    """Give the objects in `live` their state: `value` has it in the same places."""
+    """Give the objects in `live` their state, which is in `value` at the same places."""
     live = state.unwrapped(live)
     if isinstance(live, state.Stateful):
         live.load_state_dict(value)

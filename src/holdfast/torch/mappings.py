@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slots that this process has mapped, to write them and to load from them.
+"""The slots that this process has mapped, to write to them and to load from them.
 
-To map memory and to unmap it costs as much time as a third of the copy of what is in it. So a slot
-is mapped once, for loading and saving alike, and stays so for as long as it has its name.
+Mapping and unmapping memory takes a third of the time of copying its content. So a slot is mapped
+once, for loading and saving alike, and stays mapped for as long as it has its name.
 """
 
 import os
@@ -33,7 +33,7 @@ class MappedSlots:
     def get(self, path: str) -> Slot:
         """The slot at this path; mapped again when another file has taken its place.
 
-        StateError: there is none.
+        StateError: there is no slot.
         """
         self.forget_removed()
         try:
@@ -46,7 +46,7 @@ class MappedSlots:
             if known == identity:
                 return slot
             self._unmap(path)
-        # Should the file change hands after the look at it, the next look finds that out.
+        # If the file is replaced after this look at it, the next call finds that out.
         slot = Slot.open(Path(path), writable=True)
         self._keep(path, identity, slot)
         return slot
@@ -56,12 +56,13 @@ class MappedSlots:
         self._stager.mapped(slot.address, len(slot.data))
 
     def touch(self, paths: Sequence[str]) -> None:
-        """Have these slots touched for the first time in the background, in this order."""
+        """Touch these slots for the first time, in the background and in this order."""
         slots = [self.get(path) for path in paths]
         self._faulting.append(_Faulting(slots, self._may_touch))
 
     def untouched(self) -> tuple[str, ...]:
-        """What `touch` has not come to the end of: a copy to there takes ten times as long."""
+        """The slots that `touch` has not finished: a copy to one of them takes ten times as
+        long."""
         return tuple(str(path) for faulting in self._faulting for path in faulting.left)
 
     def pause(self) -> None:
@@ -69,11 +70,11 @@ class MappedSlots:
         self._may_touch.clear()
 
     def go_on(self) -> None:
-        """May be called whether it is paused or not."""
+        """Go on touching; allowed also when it is not paused."""
         self._may_touch.set()
 
     def forget_removed(self) -> None:
-        """Unmap what has no name any more: its memory is not free before that."""
+        """Unmap slots without a name: their memory is freed only then."""
         for path in [path for path in self._slots if not os.path.exists(path)]:
             self._unmap(path)
 
@@ -92,11 +93,11 @@ class MappedSlots:
 
 
 class _Faulting:
-    """Touches slots for the first time, in a thread that steps back for all others.
+    """Touches slots for the first time, in a thread of low priority.
 
-    One slot after the other, in the order in which they will be written: the first save finds the
-    first slot ready however long the others take. Nobody else touches them: two who fault in the
-    same memory hold each other up.
+    It touches one slot after another, in the order in which they will be written: the first save
+    finds the first slot ready, however long the others take. No other thread touches them: two
+    threads that fault in the same memory hold each other up.
     """
 
     def __init__(self, slots: Sequence[Slot], may_run: threading.Event) -> None:
@@ -111,11 +112,11 @@ class _Faulting:
 
     @property
     def left(self) -> list[Path]:
-        """The slots that are not all touched yet."""
+        """The slots that are not completely touched yet."""
         return [slot.path for slot in self._slots[self._done :]]
 
     def stop(self) -> None:
-        """Return when the memory is not touched any more."""
+        """Return when the thread has stopped touching memory."""
         self._is_stopped = True
         self._may_run.set()
         self._thread.join(60.0)
@@ -128,6 +129,6 @@ class _Faulting:
             self._done += 1
 
     def _wait(self) -> bool:
-        """Until no save is under way, or for long enough for one; whether to stop."""
+        """Wait until no save is under way, at most as long as one takes; whether to stop."""
         self._may_run.wait(60.0)
         return self._is_stopped

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that only pickle can save: the one place where our state contains it.
+"""Objects that only pickle can save: the only place where a state of Holdfast contains pickles.
 
-Reading a pickle runs whatever it says, so nothing here happens unless the caller of both the save
-and the load said `allow_pickle=True`.
+Reading a pickle runs the code that it names, so nothing here happens unless the caller of both the
+save and the load set `allow_pickle=True`.
 """
 
 import pickle
@@ -12,11 +12,11 @@ NOT_LOADED = (
     *(pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError),
     *(AttributeError, TypeError, ArithmeticError, AssertionError, MemoryError, struct.error),
 )
-"""What torch.load says to a file that it cannot read, or only by running what stands in it."""
+"""Errors of torch.load for a file that it cannot read, or only by running code in it."""
 
 
 def to_bytes(value: object) -> bytes:
-    """The object as a pickle. TypeError and its kind: not even pickle can save it."""
+    """The object as a pickle. TypeError and the like: not even pickle can save it."""
     try:
         return pickle.dumps(value, protocol=5)
     except (pickle.PicklingError, AttributeError) as exc:
@@ -24,5 +24,5 @@ def to_bytes(value: object) -> bytes:
 
 
 def from_bytes(data: bytes) -> object:
-    """The object again. It runs code that the pickle names."""
+    """The object of a pickle. It runs code that the pickle names."""
     return pickle.loads(data)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which an epoch visits a dataset, computed piece by piece: it costs no memory.
 
-It is `holdfast.model.permutation`, many places at a time: one number alone takes ten microseconds
-in plain Python, one of thousands a tenth of that with numpy.
+It is `holdfast.model.permutation` for many places at a time: a single number takes ten microseconds
+in plain Python, one of thousands takes a tenth of that with numpy.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,11 @@ from holdfast.client.permuting import numbers_at
 from holdfast.model.permutation import Permutation
 
 AT_ONCE = 4096
-"""So many places are computed together, if so many are wanted."""
+"""The most places that are computed together."""
 
 
 class Order:
-    """Which sample is at which place. It depends on these four values and on nothing else."""
+    """The sample at each place. It depends on these four values and on nothing else."""
 
     def __init__(self, length: int, seed: int, epoch: int, shuffle: bool) -> None:
         self._length = length

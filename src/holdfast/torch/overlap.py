@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A save that goes on in the background while the next forward and backward pass run.
 
-Parameters and optimizer state change in `optimizer.step()` and in loads only. While a save is under
-way, hooks there wait until it has copied everything. Should something change a tensor past the
-hooks, its version counter tells: the slot is then not sealed, and the save before stays the newest.
+Parameters and optimizer state change only in `optimizer.step()` and in loads. While a save is under
+way, hooks there wait until it has copied everything. If the user's code changes a tensor without
+passing a hook, the tensor's version counter shows it: the slot is then not sealed, and the previous
+save stays the newest.
 """
 
 import threading
@@ -22,14 +23,15 @@ from holdfast.torch.images import Hole
 from holdfast.torch.staging import Staged
 
 GENTLE_BYTES_PER_S = 5e9
-"""A copy as fast as it can makes others wait for memory: it costs the training beside it about
-twice as much as one at this pace does. Slower ones were not seen to cost less (bench/pace.py)."""
+"""A copy at full speed makes other threads wait for memory: it costs the training beside it about
+twice as much as a copy at this pace. Slower paces were not seen to cost less (bench/pace.py)."""
 
 
 def gentle_pace(length: int, room_s: float) -> Pace:
-    """For a copy of so many bytes, where the training gave the one before it `room_s` seconds.
+    """The pace of a copy of `length` bytes; the training left the copy before it `room_s` seconds.
 
-    It must not be late for the next step: it shall be over in half of that time. 0: nobody knows.
+    The copy must not be late for the next step, so it is planned to end in half of that time.
+    `room_s` 0: the time is not known.
     """
     return Pace(max(GENTLE_BYTES_PER_S, 2 * length / room_s)) if room_s > 0 else Pace()
 
@@ -40,7 +42,7 @@ class _Handle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a save under way refers to."""
+    """The objects that a save under way refers to."""
 
     holes: Sequence[Hole]
     versions: Sequence[int]
@@ -62,10 +64,10 @@ class BackgroundSave:
         failed: Callable[[str], None],
         timeout_s: float,
     ) -> None:
-        """`tasks` are the host copies of what is staged, at this pace until somebody waits.
+        """`tasks` are the host copies of `staged`, at this pace until a caller waits for them.
 
-        `seal` is called in the background when all is copied and nothing had changed, `failed` with
-        the reason if it cannot become a checkpoint.
+        `seal` is called in the background when everything is copied and no tensor has changed,
+        `failed` with the reason if the save cannot become a checkpoint.
         """
         self._work: _Work | None = _Work(
             holes, [_version(hole.tensor) for hole in holes], staged, CopyJob(tasks), seal
@@ -75,12 +77,12 @@ class BackgroundSave:
         self._timeout_s = timeout_s
         self._began = time.monotonic()
         self.room_s = 0.0
-        """How long nobody waited for it; 0 as long as nobody does."""
+        """How long it ran before a caller waited for it; 0 until then."""
         self._check = threading.Lock()
         self._is_checked = False
         self.problem = ""
         """Why it did not become a checkpoint; empty if it did, or while it is under way."""
-        # No daemon: a program that ends after a save has saved.
+        # Not a daemon: a program that ends after a save has saved.
         self._thread = threading.Thread(target=self._run, name="holdfast-overlap")
         self._thread.start()
 
@@ -95,11 +97,11 @@ class BackgroundSave:
         try:
             work.job.wait(self._timeout_s)
         except (TimedOutError, RuntimeError) as exc:
-            # Training goes on. The copy may be torn from here on, so it must not be sealed.
+            # The training goes on. The copy may be torn from here on, so it must not be sealed.
             self._give_up(str(exc))
 
     def wait(self) -> None:
-        """Until it is a checkpoint, or is known not to become one."""
+        """Wait until it is a checkpoint, or has failed."""
         self._hurry()
         self._thread.join(2 * self._timeout_s)
         if self._thread.is_alive():
@@ -126,7 +128,7 @@ class BackgroundSave:
             self._failed(self.problem)
 
     def _check_versions(self, work: _Work) -> None:
-        """Look once, at the last moment at which nothing may have changed."""
+        """Look once, at the last moment at which the tensors must still be unchanged."""
         with self._check:
             if self._is_checked:
                 return
@@ -146,7 +148,7 @@ class BackgroundSave:
 class Gate:
     """Hooks that make changes wait for the save under way, if there is one.
 
-    They stay until `close`: torch runs hooks while walking through a dictionary of them, which
+    They stay until `close`: torch runs hooks while it walks over a dictionary of them, which
     another thread must not change.
     """
 
@@ -156,7 +158,8 @@ class Gate:
         self._watched: weakref.WeakSet[torch.nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
 
     def watch(self, objects: Iterable[torch.nn.Module | torch.optim.Optimizer]) -> None:
-        """Wait before every optimizer's step in this process and before loads into these."""
+        """Wait before every optimizer's step in this process and before loads into these
+        objects."""
         if not self._handles:
             self._handles.append(register_optimizer_step_pre_hook(self._before))
         for item in objects:
@@ -165,7 +168,7 @@ class Gate:
                 self._handles.append(item.register_load_state_dict_pre_hook(self._before))
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -176,5 +179,5 @@ class Gate:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed; made in inference mode, it cannot be changed."""
+    """How often it was changed; a tensor made in inference mode has no counter."""
     return 0 if tensor.is_inference() else tensor._version

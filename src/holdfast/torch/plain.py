@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain modules and DDP: whole tensors, in a safetensors file with a JSON file beside it.
 
-The model and the optimizer are the same on every rank and make the shared part; what a rank has of
-its own (extra, data, random numbers) is its own part. Each part is two files: NAME.safetensors has
+The model and the optimizer are the same on every rank and make the shared part; the values of one
+rank (extra, data, random numbers) make its own part. Each part is two files: NAME.safetensors has
 the tensors, NAME.json the tree and the index.
 """
 
@@ -36,7 +36,7 @@ FORMAT = 1
 
 
 def collect(part: str, value: Mapping[str, object], allow_pickle: bool) -> list[Image]:
-    """The files of a part that holds these values, each under its own name."""
+    """The files of a part with these values, each under its own name."""
     trees: dict[str, object] = {}
     flattener = state.Flattener(allow_pickle)
     for name, item in value.items():
@@ -49,7 +49,7 @@ def collect(part: str, value: Mapping[str, object], allow_pickle: bool) -> list[
 def read_index(
     fields: Mapping[str, Any], length: int
 ) -> tuple[dict[str, state.Tree], tuple[Entry, ...]]:
-    """Trees and tensors of an index; StateError if it cannot be that of a file of this length."""
+    """Trees and tensors of an index; StateError if it cannot belong to a file of this length."""
     try:
         trees = msgspec.convert(fields.get("tree"), dict[str, Any])
         entries = msgspec.convert(fields.get("tensors"), tuple[Entry, ...])
@@ -74,14 +74,14 @@ class Document:
         self.address = address_of(self.data)
 
     def copy(self, entry: Entry, target: torch.Tensor) -> Copy:
-        """Of a tensor's bytes to where they belong."""
+        """The copy of a tensor's bytes to their target."""
         if entry.length != target.nbytes or not 0 <= entry.offset <= len(self.data) - entry.length:
             raise StateError(f"the index says that {entry.name} is where it cannot be")
         return Copy(self.address + entry.offset, target.data_ptr(), entry.length)
 
 
 class PlainLoading:
-    """Takes a plain checkpoint into live modules and optimizers, in place."""
+    """Loads a plain checkpoint into live modules and optimizers, in place."""
 
     def __init__(self, model: object, optimizer: object, allow_pickle: bool) -> None:
         self._live = {"model": model, "optimizer": optimizer}
@@ -151,7 +151,7 @@ class PlainLoading:
 
 
 class _Fit:
-    """Decides for each tensor of a document where it goes, and copies it there."""
+    """Decides for each tensor of a document which tensor takes it, and copies it there."""
 
     def __init__(self, document: Document, problems: list[str]) -> None:
         self.stateful: list[tuple[state.Stateful, Any, str]] = []
@@ -195,7 +195,7 @@ class _Fit:
         self.in_place.append(live)
 
     def tasks(self) -> Iterable[Task]:
-        """What is to be copied."""
+        """The copies to make."""
         for entry, target in self._copies:
             if entry.length == 0:
                 continue
@@ -213,7 +213,7 @@ def _strided(data: memoryview, entry: Entry, target: torch.Tensor) -> Task:
 
 
 def _misfits(stateful: Iterable[tuple[state.Stateful, Any, str]]) -> Iterable[str]:
-    """What modules and optimizers lack, or have too much of."""
+    """What modules and optimizers lack, or have in excess."""
     for live, value, where in stateful:
         if isinstance(live, torch.nn.Module):
             yield from _key_misfits(live.state_dict(), value, where)
@@ -255,7 +255,7 @@ def _hand_over(live: state.Stateful, value: Any) -> None:
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, value: Any) -> None:
-    """torch casts the state to the dtype of its parameter; we put back exactly what was saved."""
+    """torch casts the state to its parameter's dtype; this puts back exactly what was saved."""
     for key, saved in value["state"].items():
         live = optimizer.state_dict()["state"].get(key) if isinstance(saved, Mapping) else None
         if live is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a checkpoint is due, and which ones are kept.
 
-Every rank must come to the same answer at the same step, or the parts of a checkpoint would never
-be complete. Rules about steps give that by themselves. Rules about time are turned into a step by
-rank 0 alone, which tells the others; they all know at which step it will speak next.
+Every rank must decide the same at the same step, or the parts of a checkpoint would never be
+complete. With rules about steps that is always so. With rules about time rank 0 alone chooses a
+step and tells it to the others; all ranks know at which step it will choose the next.
 """
 
 import math
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from holdfast.model.errors import UsageError
 
 FIRST_STEPS = 10
-"""After so many saves the time of a step is known well enough to plan with."""
+"""After this many saves the time of a step is known well enough to plan with."""
 
 FAILURES_PER_S_AT_LEAST = 1 / 86_400
-"""One a day, for a job that has not failed yet."""
+"""One failure a day, for a job that has not failed yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EveryMinutes:
-    """Due about every so many minutes, at the same step on every rank."""
+    """Due about every `minutes` minutes, at the same step on every rank."""
 
     minutes: float
 
@@ -56,7 +56,7 @@ class Auto:
     minutes_max: float = 60.0
 
     def interval_s(self, cost_s: float, failures_per_s: float) -> float:
-        """The best interval, in bounds; a save is over long before the next begins."""
+        """The best interval, within bounds: a save must be over long before the next begins."""
         rate = max(failures_per_s, FAILURES_PER_S_AT_LEAST)
         best_s = math.sqrt(2 * cost_s / rate)
         return min(max(best_s, 60 * self.minutes_min, 2 * cost_s), 60 * self.minutes_max)
@@ -89,7 +89,7 @@ class KeepEvery:
 
 
 Keep = KeepLast | KeepEvery | Callable[[Sequence[int]], Sequence[int]]
-"""A callable gets the committed steps, oldest first, and answers which of them may go."""
+"""A callable gets the committed steps, oldest first, and returns those that may go."""
 
 
 class Schedule:
@@ -114,7 +114,7 @@ class Schedule:
 
     @property
     def needs_cost(self) -> bool:
-        """Whether `cost_s` decides anything."""
+        """Whether the rule depends on `cost_s`."""
         return isinstance(self._every, Auto)
 
     def is_due(self, step: int) -> bool:
@@ -136,7 +136,7 @@ class Schedule:
         return True
 
     def _plan(self, step: int) -> None:
-        """Agree on the next step that is due. Every rank comes here at the same step."""
+        """Agree on the next step that is due. Every rank calls this at the same step."""
         now = self._clock()
         steps = max(1, step - self._started_step)
         step_s = max(1e-6, (now - self._started_at) / steps)

@@ -9,7 +9,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Of torch, Python and numpy, and of the accelerator if it is in use."""
+    """The states of torch, Python and numpy, and of the accelerator if it is in use."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

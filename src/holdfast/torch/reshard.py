@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bytes of which rank's file fill a chunk, and the copying of them.
+"""Which bytes of which rank's file fill a chunk, and how they are copied.
 
-A chunk that was saved exactly as it is needed is one straight copy. Otherwise the boxes of the old
-sharding that overlap the wanted box each give their share.
+A chunk that was saved exactly as it is needed is one straight copy. Otherwise each box of the old
+sharding that overlaps the wanted box gives its share.
 """
 
 import math
@@ -20,20 +20,20 @@ from holdfast.torch.shard_map import Chunk, Lengths, SavedTensor
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A box of a saved chunk that goes to a box of a live tensor."""
+    """A box of a saved chunk that is copied to a box of a live tensor."""
 
     name: str
     rank: int
-    """Whose file it is in."""
+    """The rank whose file has it."""
     data: int
-    """Where in the file the saved chunk's raw bytes begin."""
+    """Where the saved chunk's raw bytes begin in the file."""
     dtype: str
     sizes: Lengths
-    """Of the saved chunk."""
+    """The sizes of the saved chunk."""
     source: Lengths
-    """Where in the saved chunk the box begins."""
+    """Where the box begins in the saved chunk."""
     target: Lengths
-    """Where in the live tensor it goes."""
+    """Where the box begins in the live tensor."""
     lengths: Lengths
     live: torch.Tensor
 
@@ -41,7 +41,8 @@ class Copy:
 def overlap(
     first: tuple[Lengths, Lengths], second: tuple[Lengths, Lengths]
 ) -> tuple[Lengths, Lengths] | None:
-    """Offsets and lengths of what two boxes (offsets, sizes) have in common; None if nothing."""
+    """Offsets and lengths of the box that two boxes (offsets, sizes) share; None if there is
+    none."""
     begins = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
     ends = tuple(
         min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True)
@@ -52,7 +53,7 @@ def overlap(
 
 
 def copies_for(chunk: Chunk, live: torch.Tensor, saved: SavedTensor) -> Iterator[Copy]:
-    """What fills this chunk. UsageError: it was saved with another shape."""
+    """The copies that fill this chunk. UsageError: it was saved with another shape."""
     if saved.shape != chunk.shape:
         raise UsageError(
             f"{chunk.name} has the shape {list(chunk.shape)}, "
@@ -83,7 +84,7 @@ def copies_for(chunk: Chunk, live: torch.Tensor, saved: SavedTensor) -> Iterator
 
 
 def check_bounds(copies: Iterable[Copy], files: Mapping[int, memoryview]) -> None:
-    """StateError if an index points outside its file: nothing has been changed then."""
+    """StateError if an index points outside its file; until then no tensor has changed."""
     for copy in copies:
         end = copy.data + math.prod(copy.sizes) * dtype_named(copy.dtype).itemsize
         if end > len(files[copy.rank]):
@@ -100,7 +101,7 @@ def run_copies(copies: Iterable[Copy], files: Mapping[int, memoryview]) -> None:
 
 
 def tasks_of(copies: Iterable[Copy], files: Mapping[int, memoryview]) -> Iterator[copier.Task]:
-    """The same as tasks for a copier, plain runs of bytes where it can be."""
+    """The same as tasks for a copier, as plain runs of bytes if possible."""
     for copy in copies:
         source, target = _boxes(copy, files[copy.rank])
         is_plain = target.device.type == "cpu" and source.dtype == target.dtype

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agreement of all ranks on what to load, and the parts while they are read.
 
-Every rank first sees that a version fits, then takes its bytes, and says so only if they are those
-that were saved. Only when all ranks have taken the same version does any of them go on with it. So
-every rank has the same step, or nobody has any; and what a rank goes on with is what was verified,
-not what stood in shared memory a while before.
+Every rank first checks that a version fits, then takes its bytes, and confirms only if they are
+those that were saved. Only when all ranks have taken the same version do they go on with it. So
+either every rank has the same step or none has any; and a rank goes on with the bytes that were
+verified, not with those that were in shared memory some time before.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from holdfast.protocol.checkpoints import RestorePlan
 from holdfast.torch.mappings import MappedSlots
 
 TURNS_MAX = 1000
-"""Each turn rules out a copy or ends the agreement; no job has so many."""
+"""Each turn rules out a copy or ends the agreement; no job needs this many."""
 
 NONSENSE = (
     ArithmeticError,
@@ -32,7 +32,7 @@ NONSENSE = (
     TypeError,
     ValueError,
 )
-"""What an index leads to that a wrong byte has made another one."""
+"""Errors that an index with a wrong byte may cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +41,25 @@ class OpenPart:
 
     asked: str
     part: str
-    """What it is: another rank's, when the asked one is lost or never was."""
+    """The part that it really is: another rank's, if the requested one is lost or never existed."""
     source: str
     """ "memory", "peer", "parity" or "storage"."""
     slot: Slot
     meta: SlotMeta
     digest: int
-    """Of the slot's data, as it was saved; -1 if it is not known."""
+    """The digest of the slot's data when it was saved; -1 if it is not known."""
 
     def names(self) -> list[str]:
         """The files in it."""
         return [file.name for file in self.meta.files]
 
     def file(self, name: str) -> memoryview:
-        """The bytes of a file, read only; nothing may refer to them after the load."""
+        """The bytes of a file, read only; no object may refer to them after the load."""
         return self.slot.file(name)
 
 
 class Parts:
-    """The parts of the version that is being restored, opened when somebody wants them."""
+    """The parts of the version that is being restored, opened on request."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Parts:
     ) -> None:
         self.version = version
         self.shape = shape
-        """Of what is restored: its world size is that of the world that saved."""
+        """The shape of what is restored: its world size is that of the world that saved."""
         self.rank = client.place.rank
         self.world_size = client.place.world_size
         self._client = client
@@ -82,10 +82,10 @@ class Parts:
         self._open: dict[str, OpenPart] = {}
         self._bad: set[str] = set()
         self.is_taken = False
-        """Whether anything was copied out of them."""
+        """Whether any bytes were copied out of them."""
 
     def open(self, names: Sequence[str]) -> dict[str, OpenPart]:
-        """Have these parts brought here. RejectedError, StateError: one of them cannot be had."""
+        """Bring these parts here. RejectedError, StateError: one of them is not available."""
         missing = [name for name in names if name not in self._open]
         if missing:
             for opened in self._client.open_parts(self.version, missing):
@@ -101,9 +101,10 @@ class Parts:
         return {name: self._open[name] for name in names}
 
     def take(self, tasks: Sequence[Task] = ()) -> None:
-        """Copy out of the opened parts. Without tasks: see that the bytes are still what they were.
+        """Copy out of the opened parts. Without tasks: check that the bytes are still the saved
+        ones.
 
-        StateError: what was taken is not what was saved. The digest comes with the copy.
+        StateError: the bytes are not those that were saved. The digest comes with the copy.
         """
         self.is_taken = self.is_taken or bool(tasks)
         parts = list({part.part: part for part in self._open.values()}.values())
@@ -119,7 +120,7 @@ class Parts:
             )
 
     def close(self) -> None:
-        """Everything has been read. StateError: something still refers to the memory."""
+        """Everything has been read. StateError: an object still refers to the memory."""
         parts, self._open = self._open, {}
         for part in parts.values():
             part.slot.release_views()
@@ -127,25 +128,25 @@ class Parts:
 
 
 class Loading(Protocol):
-    """Takes a checkpoint into live objects, in three steps."""
+    """Loads a checkpoint into live objects, in three steps."""
 
     def prepare(self, parts: Parts) -> None:
-        """Open what is needed and see that it fits, changing nothing that lives.
+        """Open what is needed and check that it fits, without changing live objects.
 
-        UsageError: it does not fit. RejectedError, StateError: another version must do. It is
-        called again when it must.
+        UsageError: it does not fit. RejectedError, StateError: the ranks must try another version.
+        Then this is called again.
         """
 
     def take(self) -> None:
-        """Copy the bytes into live tensors and others of this process, by `Parts.take`.
+        """Copy the bytes into live tensors and other objects of this process, by `Parts.take`.
 
-        StateError: they are not what was saved. If another version must do, it overwrites them.
+        StateError: they are not those that were saved. Another version would overwrite them.
         """
 
     def fill(self) -> dict[str, object]:
-        """Hand everything over, when all ranks have taken it; returns what else was saved: "extra",
-        "data", "rng". And "positions", where the data of a process on its own were.
-        """
+        """Complete the live objects, when all ranks have taken the version; returns the other saved
+        values: "extra", "data", "rng", and in a process without an agent "positions" of its
+        data."""
 
 
 def agree(
@@ -156,7 +157,7 @@ def agree(
     copier: Copier,
     timeout_s: float,
 ) -> tuple[RestorePlan, Parts | None]:
-    """Come to one version with all other ranks. With no parts there is nothing to restore.
+    """Agree on one version with all other ranks. With no parts there is nothing to restore.
 
     The caller closes the parts.
     """
@@ -204,7 +205,7 @@ def agree(
 
 
 def _problem(loading: Loading, parts: Parts) -> str:
-    """Why this version cannot be had here; empty if it is taken."""
+    """Why this rank cannot take the version; empty if it has taken it."""
     try:
         _take(loading, parts)
     except (RejectedError, StateError) as exc:
@@ -217,6 +218,6 @@ def _take(loading: Loading, parts: Parts) -> None:
         loading.prepare(parts)
         loading.take()
     except (StateError, UsageError, *NONSENSE):
-        # What does not fit may be damaged; then it is not the user who has to do something.
+        # A part that does not fit may be damaged; then the user does not have to do anything.
         parts.take()
         raise

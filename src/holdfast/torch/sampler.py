@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sampler for training in worlds that change their size.
 
-An epoch has one order, the same for every rank and every world. Where the training stands in it is
-one number: how many samples all ranks together have trained. Any rank's state therefore serves any
-rank of any other world.
+An epoch has one order, the same for every rank and every world. The progress of the training in it
+is one number: how many samples all ranks together have trained. So any rank's state serves any rank
+of any other world.
 
-A DataLoader draws ahead of the training, so the sampler cannot know that number by itself. Somebody
-must count: ElasticDataLoader and torchdata's StatefulDataLoader do, and then their state is what
-to save. With a plain DataLoader say `sampler.advance(samples)` after each batch.
+A DataLoader draws ahead of the training, so the sampler cannot know that number by itself; the
+loader must count. ElasticDataLoader and torchdata's StatefulDataLoader do: save their state then.
+With a plain DataLoader call `sampler.advance(samples)` after each batch.
 """
 
 import itertools
@@ -71,7 +71,7 @@ class ElasticDistributedSampler(Sampler[int]):
         return self._position
 
     def __iter__(self) -> "SamplerIterator":
-        """This rank's samples of the rest of the epoch; of the next one if all were dealt."""
+        """This rank's samples of the rest of the epoch; of the next epoch if all were dealt."""
         if self.epoch == self._dealt_epoch:
             self.seek(self.epoch + 1, 0)
         self._is_uncounted = False
@@ -92,13 +92,13 @@ class ElasticDistributedSampler(Sampler[int]):
             self.seek(epoch, 0)
 
     def advance(self, samples: int) -> None:
-        """This rank, and so each of them, has trained so many more of its samples."""
+        """This rank, and so every rank, has trained `samples` more samples."""
         if samples < 0:
             raise UsageError(f"a sampler does not go back by {-samples} samples")
         self.seek(self.epoch, self.position + samples * self.num_replicas)
 
     def seek(self, epoch: int, position: int, at_least: int | None = None) -> None:
-        """Set where the training stands. With fewer than `at_least` samples left: the next epoch.
+        """Set the position. With fewer than `at_least` samples left, go to the next epoch.
 
         Without `at_least` an epoch is over when there is nothing left to deal.
         """
@@ -110,10 +110,10 @@ class ElasticDistributedSampler(Sampler[int]):
         self._is_uncounted = False
 
     def state_dict(self) -> State:
-        """Where the training stands: the same on every rank, and good for any world."""
+        """The position of the training: the same on every rank, and valid for any world."""
         if self._is_uncounted:
-            # StatefulDataLoader asks the sampler and its iterator in turn, and uses what the
-            # iterator says. Who asks the sampler twice in a row saves it by itself.
+            # StatefulDataLoader asks the sampler and its iterator in turn, and uses the iterator's
+            # answer. A caller that asks the sampler twice in a row saves the sampler alone.
             if self._was_asked_alone:
                 raise UsageError(
                     "the sampler does not know how much was trained, as a DataLoader draws ahead: "
@@ -125,7 +125,7 @@ class ElasticDistributedSampler(Sampler[int]):
         return self.facts() | {"epoch": self.epoch, "position": position}
 
     def facts(self) -> State:
-        """What an order depends on, beside the epoch."""
+        """The values that an order depends on, besides the epoch."""
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state_dict: State) -> None:
@@ -147,7 +147,7 @@ class ElasticDistributedSampler(Sampler[int]):
         return Order(self.length, self.seed, self.epoch, self.shuffle)
 
     def places(self, position: int) -> range:
-        """This rank's places in the order from a position on: equally many on every rank."""
+        """This rank's places in the order from a position on; every rank has the same number."""
         left = max(0, self.length - position)
         each = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
         first = position + self.rank
@@ -174,7 +174,7 @@ class SamplerIterator(Iterator[int]):
         return sample
 
     def state_dict(self) -> State:
-        """Where the training stands when all that was drawn is trained."""
+        """The position of the training when all drawn samples are trained."""
         self._opened()
         self._sampler._was_asked_alone = False
         places = self._sampler.places(self._first)
@@ -183,13 +183,13 @@ class SamplerIterator(Iterator[int]):
         return self._sampler.facts() | {"epoch": self._epoch, "position": position}
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Go on from there. Of an epoch that was dealt to its end, nothing is left."""
+        """Go on from a position. If the epoch was dealt to its end, there is nothing left."""
         self._sampler.load_state_dict(state_dict)
         self._open(state_dict["position"])
         self._epoch = state_dict["epoch"]
 
     def _opened(self) -> Iterator[int]:
-        # Not before the first sample is wanted: StatefulDataLoader loads a state before that.
+        # Not before the first sample is requested: StatefulDataLoader loads a state before that.
         return self._samples or self._open(self._sampler.position)
 
     def _open(self, position: int) -> Iterator[int]:
@@ -203,7 +203,7 @@ class SamplerIterator(Iterator[int]):
 
 
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The world's size and the rank: as given, or else as torch or the launcher knows them."""
+    """The world's size and the rank: as given, or else from torch or the launcher."""
     if num_replicas is None or rank is None:
         if dist.is_available() and dist.is_initialized():
             found = dist.get_world_size(), dist.get_rank()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Checkpointer's dealings with the vault, from its first save or load on."""
+"""A Checkpointer's communication with the vault, from its first save or load on."""
 
 import enum
 import logging
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NOT_SAVED = (RejectedError, RetryableError, StateError, TimedOutError, OSError)
-"""What a save may meet that is no reason to end the training."""
+"""Errors of a save that are no reason to end the training."""
 
 
 class Tier(enum.Enum):
@@ -58,16 +58,16 @@ STORAGE = Tier.STORAGE
 
 
 class Failures:
-    """Saves that could not be made: each is told to the agent, and said here now and then."""
+    """Saves that failed: the agent hears of each, and some are logged."""
 
     def __init__(self, tell: Callable[[int, str], None]) -> None:
         self.on_storage = ""
-        """Why the last step that was to go to storage was not saved; empty if it was."""
+        """Why the last step for storage was not saved; empty if it was."""
         self._tell = tell
         self._count = 0
 
     def add(self, step: int, why: str, *, persist: bool) -> None:
-        """A step was not saved. Any thread may say so."""
+        """A step was not saved. Any thread may call this."""
         if persist:
             self.on_storage = f"step {step} is not on storage: {why}"
         self._count += 1
@@ -81,12 +81,12 @@ class Failures:
 
 
 def is_said(count: int) -> bool:
-    """Whether what happens so often is worth a line this time: at the 1st, 2nd, 4th, 8th ..."""
+    """Whether to log the `count`-th repetition: the 1st, 2nd, 4th, 8th ... are logged."""
     return count & (count - 1) == 0
 
 
 class Session:
-    """What the ranks of a node share with the vault, and what this one has under way."""
+    """What the ranks of a node share with the vault, and what this rank has under way."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Session:
         self._shared = shared
         self._timeout_s = timeout_s
         self._gate = Gate()
-        #: How long the training let the last save in the background copy.
+        #: How long the last save in the background ran before the training waited for it.
         self._room_s = 0.0
         self._followers = followers
         self._failures = Failures(self.client.save_failed)
@@ -123,14 +123,14 @@ class Session:
     @cached_property
     def sharded(self) -> "Sharded":
         """For states that are spread over ranks."""
-        # Here, as torch.distributed.checkpoint comes with it: others need not wait for that.
+        # Imported late: it pulls in torch.distributed.checkpoint, which unsharded jobs never need.
         from holdfast.torch.sharded import Sharded
 
         return Sharded(self.client.place.rank, self.client.place.world_size)
 
     def tier(self, step: int) -> Tier | None:
-        """Where this step goes by the rules; None: nowhere."""
-        # Both are always asked: each counts its steps.
+        """The tier of this step by the rules; None: it is not saved."""
+        # Both are always asked, because each counts its steps.
         is_memory, is_storage = self._memory_due.is_due(step), self._storage_due.is_due(step)
         return STORAGE if is_storage else MEMORY if is_memory else None
 
@@ -165,7 +165,7 @@ class Session:
         hooked: Iterable[torch.nn.Module | torch.optim.Optimizer] | None,
         began: float,
     ) -> str:
-        """Save; with `hooked`, in the background. Returns why it could not be done, or nothing.
+        """Save; with `hooked`, in the background. Returns why it failed, or an empty text.
 
         The training waits since `began`.
         """
@@ -193,7 +193,7 @@ class Session:
         return ""
 
     def reserve(self, model: object, optimizer: object, allow_pickle: bool) -> None:
-        """Have the memory for the first save made ready while the first step is computed."""
+        """Prepare the memory for the first save while the training computes its first step."""
         images, _ = self.collect(model, optimizer, None, None, allow_pickle)
         to_come = optimizer_bytes_to_come(optimizer)
         for part, files in images.items():
@@ -204,26 +204,26 @@ class Session:
                 log.warning("memory for checkpoints could not be set aside: %s", exc)
 
     def newest_stored(self, timeout_s: float) -> int | None:
-        """Wait for what is on its way to storage; the newest step that is there."""
+        """Wait for the saves to storage that are under way; returns the newest step on storage."""
         self.settle()
         found = self.client.wait(timeout_s)
         if problem := self._failures.on_storage or found.problem:
             raise RejectedError(problem)
         if found.committed != NONE:
             return found.committed.step
-        # Nothing was committed since the saver began; there may be something from before.
+        # The saver has committed nothing since it began; there may be older checkpoints.
         stored = list_committed(open_storage(self._series.directory), self._series)
         return stored[0].version.step if stored else None
 
     def agree(self, loading: Loading, step: int) -> tuple[RestorePlan, Parts | None]:
-        """Come to one version with all other ranks. The caller closes the parts."""
+        """Agree on one version with all other ranks. The caller closes the parts."""
         self.settle()
         plan, parts = agree(self.client, self.slots, loading, step, self.copier, self._timeout_s)
         self._agreed(plan)
         return plan, parts
 
     def _agreed(self, plan: RestorePlan) -> None:
-        """The ranks agreed on a state to begin with."""
+        """The ranks have agreed on a state to begin with."""
         self._has_lineage, self._last_step = True, -1
         self._storage_due.failures_per_s = plan.failures_per_s
         if self.client.place.local_rank == 0:
@@ -265,10 +265,10 @@ class Session:
         self._followers.saved()
 
     def _make_newest(self, step: int) -> None:
-        """See to it that what is saved next is newer than all before.
+        """Make sure that the next save is newer than all before.
 
-        A step that is no higher than the last one, or the first without a load, needs a lineage of
-        its own. All ranks come to it together, as they all save the same steps.
+        A step that is no higher than the last one, and a first save without a load, need a new
+        lineage. All ranks get there together, as they all save the same steps.
         """
         if self._followers.has_any and not self._has_lineage:
             raise UsageError(

@@ -3,10 +3,10 @@
 
 Every rank declares the chunks (boxes of tensors) that it holds. From all declarations each rank
 computes the same map. A chunk that several ranks hold is stored by one of them, so that a
-replicated tensor costs its bytes once. Small ones are the exception: every rank stores its own
+replicated tensor costs its bytes once. Small chunks are the exception: every rank stores its own
 copy of them, because restoring them must not take another rank's whole part.
 
-Nothing here knows torch or touches bytes.
+This module does not know torch and touches no bytes.
 """
 
 import math
@@ -26,21 +26,21 @@ Path = tuple[str | int, ...]
 
 
 def aligned(position: int) -> int:
-    """The next place where an item may begin."""
+    """The next offset at which an item may begin."""
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
 class Chunk(Struct, frozen=True, array_like=True):
-    """A box of a tensor: all of it, if nothing is sharded."""
+    """A box of a tensor: the whole tensor, if it is not sharded."""
 
     name: str
     """The tensor's name in the whole state: "optimizer.state.layer.weight.exp_avg"."""
     dtype: str
-    """As torch calls it: "bfloat16"."""
+    """Its name in torch: "bfloat16"."""
     shape: Lengths
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     offsets: Lengths
-    """Where in the whole tensor the box begins."""
+    """Where the box begins in the whole tensor."""
     sizes: Lengths
 
 
@@ -49,13 +49,13 @@ class Declaration(Struct, frozen=True, array_like=True):
 
     chunks: tuple[Chunk, ...]
     values: dict[str, int]
-    """What is no tensor: the room it takes in the file."""
+    """Values that are no tensors: the room that each takes in the file."""
     paths: dict[str, Path]
-    """Where in the nested state each name was found."""
+    """The place of each name in the nested state."""
 
 
 class Blob(Struct, frozen=True, array_like=True):
-    """The size of an item that holds a tensor, and where in it the tensor's bytes begin."""
+    """The size of an item with a tensor, and where the tensor's bytes begin in it."""
 
     length: int
     data: int
@@ -72,13 +72,13 @@ class Item(Struct, frozen=True, array_like=True):
     offset: int
     length: int
     data: int
-    """Where in the file the chunk's raw bytes begin."""
+    """Where the chunk's raw bytes begin in the file."""
     listed: bool
-    """Whether this copy is the one that the map and `.metadata` tell of."""
+    """Whether this copy is the one that the map and `.metadata` list."""
 
 
 class ValueRoom(Struct, frozen=True, array_like=True):
-    """The room of something that is no tensor."""
+    """The room of a value that is no tensor."""
 
     rank: int
     offset: int
@@ -106,7 +106,7 @@ class Layout(Struct, frozen=True):
     """The files of all ranks."""
 
     items: tuple[tuple[Item, ...], ...]
-    """Per rank, in the order of the file."""
+    """The items per rank, in the order of the file."""
     values: dict[str, ValueRoom]
     paths: dict[str, Path]
 
@@ -128,7 +128,7 @@ class Layout(Struct, frozen=True):
 
 
 def check_map(tensors: Mapping[str, SavedTensor], world_size: int) -> None:
-    """StateError unless every chunk of a map that was read is a box of its tensor."""
+    """StateError unless every chunk of a loaded map is a box of its tensor."""
     for name, tensor in tensors.items():
         dims = len(tensor.shape)
         for chunk in tensor.chunks:
@@ -144,12 +144,12 @@ def check_map(tensors: Mapping[str, SavedTensor], world_size: int) -> None:
 
 
 def is_worth_storing(chunk: Chunk) -> bool:
-    """False for what an uneven split leaves on its last ranks: a box without content."""
+    """False for an empty box, which an uneven split leaves on its last ranks."""
     return math.prod(chunk.sizes) > 0 or math.prod(chunk.shape) == 0
 
 
 def lay_out(declarations: Sequence[Declaration], blob_of: BlobOf) -> Layout:
-    """The same on every rank, given the declarations in the order of the ranks."""
+    """Make the layout: the same on every rank, given the declarations in the order of the ranks."""
     writers = _writers(declarations, blob_of)
     items: list[tuple[Item, ...]] = []
     values: dict[str, ValueRoom] = {}
@@ -159,7 +159,8 @@ def lay_out(declarations: Sequence[Declaration], blob_of: BlobOf) -> Layout:
         items.append(own)
         end = aligned(own[-1].offset + own[-1].length) if own else 0
         for name, length in declaration.values.items():
-            # The lowest rank that has it stores it: mostly rank 0, which may then change its size.
+            # The lowest rank with the value stores it: mostly rank 0, which may then change its
+            # size.
             if name not in values:
                 values[name] = ValueRoom(rank, end, length)
                 end = aligned(end + length)
@@ -170,7 +171,7 @@ def lay_out(declarations: Sequence[Declaration], blob_of: BlobOf) -> Layout:
 
 
 def _key(chunk: Chunk) -> tuple[str, Lengths]:
-    # All boxes of an empty tensor are the same nothing.
+    # All boxes of an empty tensor are equal: they contain nothing.
     is_empty = math.prod(chunk.shape) == 0
     return (chunk.name, (0,) * len(chunk.shape) if is_empty else chunk.offsets)
 
@@ -178,7 +179,8 @@ def _key(chunk: Chunk) -> tuple[str, Lengths]:
 def _writers(
     declarations: Sequence[Declaration], blob_of: BlobOf
 ) -> dict[tuple[str, Lengths], int]:
-    """Of those who hold a chunk, the one that has least to store yet; the lowest if it is small."""
+    """The rank whose copy the map lists: of a chunk's holders the one with least to store so far,
+    or the lowest if the chunk is small."""
     holders: dict[tuple[str, Lengths], list[int]] = {}
     lengths: dict[tuple[str, Lengths], int] = {}
     for rank, declaration in enumerate(declarations):
@@ -214,7 +216,7 @@ def _place(
 
 
 def _check(layout: Layout) -> None:
-    """Chunks must fill their tensor exactly, or the checkpoint could not be read back."""
+    """Check that chunks fill their tensor exactly: otherwise it could not be read back."""
     for name, tensor in layout.tensors().items():
         if name in layout.values:
             raise UsageError(f"{name} is a tensor on one rank and something else on another.")

@@ -2,11 +2,12 @@
 """Saves and loads states that are spread over ranks: FSDP2, FSDP1, tensor parallel models.
 
 Every rank stores what it holds as its own part; nothing is gathered. On storage the parts together
-are a checkpoint of torch.distributed.checkpoint. The ranks talk to each other only when the layout
-of the state changes, which it does on all of them at the same save.
+are a checkpoint of torch.distributed.checkpoint. The ranks communicate only when the layout of the
+state changes, which happens on all of them at the same save.
 
-A part tells where everything is that its rank held, so a rank that comes back to the same sharding
-reads its own part and little else. For any other sharding rank 0's part has the map of all chunks.
+A part lists the places of everything that its rank held, so a rank that comes back to the same
+sharding reads its own part and little else. For any other sharding rank 0's part has the map of all
+chunks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,11 +77,12 @@ class RankIndex(Struct, frozen=True):
     kind: str
     world_size: int
     tree: Any
-    """The rank's own state ("own") and what of the shared state is no tensor ("values")."""
+    """The rank's own state ("own") and the values of the shared state without tensors
+    ("values")."""
     tensors: tuple[Entry, ...]
     """The tensors of that tree, in rank-NNNNN.safetensors."""
     chunks: dict[str, SavedTensor]
-    """What this rank held of each tensor, and where it is; others may have stored it."""
+    """What this rank held of each tensor, and where it is; another rank may have stored it."""
     paths: dict[str, Path]
 
 
@@ -107,7 +109,7 @@ class Sharded:
     def _index(self, leaves: Leaves, own: object, allow_pickle: bool) -> list[Image]:
         assert self._agreed is not None
         flat = state.flatten({"own": own, "values": leaves.values}, "state", allow_pickle)
-        # Whatever the user hands over beside the model may be changed as soon as we return.
+        # The user may change everything beside the model as soon as this returns.
         tensors = [Leaf(leaf.name, leaf.tensor, early=True) for leaf in flat.leaves]
         name = rank_part(self._rank)
         images: list[Image] = []
@@ -134,13 +136,13 @@ class Sharded:
 
 
 class _SavedValues:
-    """torch.save of plain values, done again only for those that changed."""
+    """torch.save of plain values, repeated only for those that changed."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, bytes]] = {}
 
     def of(self, name: str, value: object) -> bytes:
-        # The text of plain values is exact; what prints shortened is saved anew each time.
+        # The text of a plain value is exact; a value whose text is shortened is saved each time.
         text = repr(value) if _is_plain(value) else ""
         known = self._known.get(name)
         if text and known is not None and known[0] == text:
@@ -177,7 +179,7 @@ class ShardedLoading:
         if world_size != parts.world_size or not _holds_all(saved, target.leaves):
             chunk_map = _read_map(_opened(parts, [0])[0])
             if saved.keys() != chunk_map.keys():
-                # Ranks hold different tensors, so another's names are no surprise here.
+                # Ranks hold different tensors, so names of another rank are no surprise here.
                 names = {chunk.name for chunk in target.leaves.chunks}
                 chunk_map = {name: chunk_map[name] for name in names & chunk_map.keys()}
             saved = chunk_map
@@ -201,7 +203,7 @@ class ShardedLoading:
         ready.parts.take(list(tasks_of(ready.copies, files)))
 
     def fill(self) -> dict[str, Any]:
-        """Hand over; returns what the rank stored beside the live objects."""
+        """Complete the live objects; returns what the rank stored beside them."""
         (ready, self._ready), (loaded, self._loaded) = (self._ready, None), (self._loaded, {})
         assert ready is not None
         ready.target.finish(loaded["values"], ready.index.paths)
@@ -211,10 +213,10 @@ class ShardedLoading:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """All that a load needs, found and checked. It holds parts but no bytes of theirs."""
+    """Everything that a load needs, found and checked. It holds parts, but none of their bytes."""
 
     rank: int
-    """Whose own state this rank takes."""
+    """The rank whose own state this rank takes."""
     own: OpenPart
     index: RankIndex
     target: LoadTarget
@@ -223,7 +225,7 @@ class _Ready:
     parts: Parts
 
     def values(self, allow_pickle: bool) -> dict[str, Any]:
-        """What is in the rank's tree."""
+        """The values in the rank's tree."""
         entries = self.index.tensors
         data = self.own.file(f"{rank_part(self.rank)}.safetensors") if entries else None
 
@@ -273,7 +275,7 @@ def _read_map(part: OpenPart) -> dict[str, SavedTensor]:
 
 
 def _holds_all(saved: Mapping[str, SavedTensor], leaves: Leaves) -> bool:
-    """Whether this rank held every chunk that it needs now, exactly, and knows every name.
+    """Whether this rank held exactly every chunk that it needs now, and knows every name.
 
     A rank whose shard of a tensor is empty has stored nothing of it, so its index lacks the name.
     """

@@ -2,8 +2,8 @@
 """From the user's modules and optimizers to chunks of tensors and plain values, and back.
 
 torch.distributed.checkpoint knows how to name the state of a sharded model after its parameters,
-and which box of each tensor this rank holds. Both take it a while, so the answer is kept as long as
-the live objects stay the same ones: from one step to the next only their contents change.
+and which box of each tensor this rank holds. Both take it some time, so the answer is kept for as
+long as the live objects stay the same: from one step to the next only their contents change.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,7 +41,7 @@ class Leaves:
     early: tuple[bool, ...]
     """Whether the next forward pass may change it."""
     values: dict[str, Any]
-    """What is no tensor."""
+    """The values that are no tensors."""
     paths: dict[str, Path]
 
 
@@ -59,7 +59,7 @@ class LiveState:
                 )
 
     def leaves(self) -> Leaves:
-        """For saving. An optimizer that has not stepped yet is left as it is."""
+        """The leaves for a save. An optimizer that has not stepped yet is left as it is."""
         return self.take_apart(self.nested(frozenset()))
 
     def nested(self, initialised: frozenset[str]) -> State:
@@ -80,8 +80,8 @@ class LiveState:
             return one
         if one.state or initialise:
             return get_optimizer_state_dict(self.models[key], one)
-        # torch would make a first state by a step, and that step would count. Entries without
-        # content make it believe that there is a state.
+        # torch would make a first state by a step, and that step would count. Empty entries make
+        # torch believe that there is a state.
         one.state.update({p: {} for group in one.param_groups for p in group["params"]})
         try:
             return get_optimizer_state_dict(self.models[key], one)
@@ -89,7 +89,7 @@ class LiveState:
             one.state.clear()
 
     def take_apart(self, state: State) -> Leaves:
-        """Ask torch's planner which box of which tensor is here."""
+        """Ask torch's planner which box of which tensor this rank holds."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=False)
         buffers = self._buffer_names()
@@ -121,13 +121,13 @@ class LiveState:
         )
 
     def for_loading(self, saved_names: Iterable[str]) -> "LoadTarget":
-        """The tensors to copy into, given the names of what was saved."""
+        """The tensors to copy into, given the names of the saved tensors."""
         return LoadTarget(self, saved_names)
 
     # ---- the same objects as last time --------------------------------------------------
 
     def identity(self) -> list[object] | None:
-        """The live objects whose contents make the state; None if that cannot be told from them."""
+        """The live objects whose contents make the state; None if they cannot be identified."""
         model, optimizer = self.models.get(""), self.optimizers.get("")
         if not isinstance(model, Module) or (self.optimizers and optimizer is None):
             return None
@@ -153,7 +153,7 @@ class LiveState:
 class LoadTarget:
     """Live tensors to copy into, and what remains to be done when they are filled.
 
-    Until `finish` nothing has changed that anybody could see.
+    Until `finish` the user's objects show no change.
     """
 
     def __init__(self, live: LiveState, saved_names: Iterable[str]) -> None:
@@ -170,7 +170,7 @@ class LoadTarget:
         self.roots = frozenset(self._state)
 
     def _collect(self) -> State:
-        """Collect the state; whatever torch had to do to the optimizers for it is undone."""
+        """Collect the state; undo what torch had to do to the optimizers for it."""
         optimizers = {
             key: one for key, one in self._live.optimizers.items() if isinstance(one, Optimizer)
         }
@@ -187,7 +187,7 @@ class LoadTarget:
                 one.state.update(before[key])
 
     def finish(self, values: Mapping[str, Any], paths: Mapping[str, Path]) -> None:
-        """The tensors are filled: put the values in and hand all to those who must be told."""
+        """The tensors are filled: set the values, and load the state where objects need a call."""
         for name, value in values.items():
             path = paths[name]
             is_parameter_list = path[0] == "optimizer" and path[-1] == "params"
@@ -203,7 +203,7 @@ class LoadTarget:
                 self._finish_optimizer(key, one, _under(self._state["optimizer"], key))
 
     def _finish_model(self, module: Module, state: State) -> None:
-        # A tensor of the state is the module's own, except with FSDP1. Anything else is a copy.
+        # A tensor of the state is the module's own, except with FSDP1. Any other value is a copy.
         is_shared = all(isinstance(value, torch.Tensor) for value in state.values())
         if not is_shared or is_fsdp1(module):
             set_model_state_dict(module, state)
@@ -221,7 +221,7 @@ class LoadTarget:
 
 
 class Follower:
-    """Takes the state apart anew only when other objects make it than last time."""
+    """Takes the state apart again only when it is made of other objects than last time."""
 
     def __init__(self) -> None:
         self._identity: list[object] | None = None
@@ -251,7 +251,7 @@ class Follower:
 def _same(first: list[object], second: list[object] | None) -> bool:
     if second is None or len(first) != len(second):
         return False
-    # Texts are names of settings, numbers are places; all else must be the very same object.
+    # Texts are names of settings, numbers are places; all others must be the same object.
     return all(
         a is b or (type(a) in (str, int) and a == b) for a, b in zip(first, second, strict=True)
     )
@@ -262,7 +262,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _shares_all(leaves: Leaves, live: LiveState) -> bool:
-    """Whether every tensor of the state lies where a live one does: FSDP1 gives copies."""
+    """Whether every tensor of the state shares its memory with a live one: FSDP1 gives copies."""
     places = {
         tensor.data_ptr()
         for tensor in live.identity() or ()
@@ -272,7 +272,7 @@ def _shares_all(leaves: Leaves, live: LiveState) -> bool:
 
 
 def _told_apart(tensors: Iterable[object]) -> Iterator[object]:
-    """The tensors and where their bytes are: `p.data = other` keeps the one and moves the other."""
+    """The tensors and the places of their bytes: `p.data = other` changes only the place."""
     for tensor in tensors:
         yield tensor
         if isinstance(tensor, DTensor):
@@ -284,7 +284,7 @@ def _told_apart(tensors: Iterable[object]) -> Iterator[object]:
 
 
 def _keyed(given: object, kind: type) -> dict[str, Any]:
-    """What was given, by key; a single one has the key ""."""
+    """The user's objects by key; a single one has the key ""."""
     if given is None:
         return {}
     if isinstance(given, list | tuple):
@@ -334,7 +334,7 @@ def _put(state: State, path: Path, value: object) -> None:
 
 
 def _key_in(place: Any, step: str | int) -> Any:
-    """torch turns all keys into text: find the one that was meant."""
+    """torch turns all keys into text: find the original key."""
     if isinstance(place, Mapping) and step not in place:
         return next((key for key in place if str(key) == step), step)
     return step

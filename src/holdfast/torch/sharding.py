@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a state is spread over ranks.
 
-torch's sharding takes about a second to import, and a training without it shall not pay for that.
-A class that nobody has imported has no instances: so it is looked up, never imported.
+torch's sharding takes about a second to import, and a training without it must not pay for that. A
+class that was never imported has no instances: so this module looks it up and never imports it.
 """
 
 import sys
@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 KIND = "sharded"
-"""What the index of such a checkpoint says of itself."""
+"""The kind in the index of a sharded checkpoint."""
 
 
 def is_sharded(model: object, optimizer: object) -> bool:
@@ -31,7 +31,8 @@ def _is_sharded(one: object) -> bool:
 
 
 def is_fsdp1(module: Module) -> bool:
-    """FSDP1 keeps parameters as slices of flat tensors: its state is always made, never shared."""
+    """FSDP1 keeps parameters as slices of flat tensors: its state is always a copy, never
+    shared."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(
         isinstance(one, fsdp.FullyShardedDataParallel) for one in module.modules()

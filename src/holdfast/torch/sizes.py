@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 _STATES_PER_PARAMETER = {"Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Rprop": 2, "LBFGS": 0}
-"""Of those that keep neither momentum nor two moments, like Adam and its kin."""
+"""Tensors per parameter of optimizers that keep neither momentum nor, like Adam, two moments."""
 
 
 def optimizer_bytes_to_come(optimizer: object) -> int:
-    """Bytes of optimizer state that is not there yet; a guess, good enough to reserve memory."""
+    """Bytes of optimizer state that do not exist yet; an estimate, to reserve memory."""
     if isinstance(optimizer, Mapping):
         return sum(optimizer_bytes_to_come(item) for item in optimizer.values())
     if isinstance(optimizer, list | tuple):

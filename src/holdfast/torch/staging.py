@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tensors get into a slot: from host memory by copies, from an accelerator by a side stream.
 
-What a stager gives is *staged* work: host copies that are still to be done by whoever has the
-threads, a moment after which the accelerator may change its tensors, and an end.
+A stager returns *staged* work: host copies for the caller's threads, a moment after which the
+accelerator may change its tensors, and an end.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Placed:
     hole: Hole
     file: memoryview
     address: int
-    """Of the file's first byte."""
+    """The address of the file's first byte."""
 
 
 class Staged(Protocol):
@@ -33,20 +33,21 @@ class Staged(Protocol):
         """Host copies, to be run by the caller, in any thread."""
 
     def hold_back_changes(self) -> None:
-        """Before tensors are changed: work queued on the accelerator from now on waits for us."""
+        """Before tensors change: make work queued on the accelerator from now on wait for the
+        copies."""
 
     def finish(self) -> None:
-        """Wait until what the accelerator copies is in host memory."""
+        """Wait until all copies of the accelerator are in host memory."""
 
 
 class Stager(Protocol):
     """Brings tensors into slots."""
 
     def mapped(self, address: int, length: int) -> None:
-        """A slot's memory is there now."""
+        """A slot's memory is mapped now."""
 
     def unmapping(self, address: int) -> None:
-        """It is about to go."""
+        """A slot's memory is about to be unmapped."""
 
     def stage(self, placed: Sequence[Placed]) -> Staged:
         """Begin to bring these tensors to their places."""
@@ -57,14 +58,14 @@ class _HostCopies:
     tasks: Sequence[Task]
 
     def hold_back_changes(self) -> None:
-        """Nothing is queued: who wants to change a tensor waits for the tasks."""
+        """Nothing is queued: code that changes a tensor waits for the tasks."""
 
     def finish(self) -> None:
-        """Nothing runs but the tasks."""
+        """Nothing runs except the tasks."""
 
 
 class HostStager:
-    """For tensors in host memory: runs of bytes by address, the others by torch."""
+    """For tensors in host memory: runs of bytes by address, all other tensors by torch."""
 
     def mapped(self, address: int, length: int) -> None:
         """Nothing to prepare."""
@@ -92,7 +93,7 @@ class Event(Protocol):
 
 
 class Accelerator(Protocol):
-    """The little that is needed of a device. `CudaAccelerator` is the real one."""
+    """The few operations that are needed of a device. `CudaAccelerator` is the real one."""
 
     def pin(self, address: int, length: int) -> None:
         """Make host memory reachable by the device's copy engine."""
@@ -104,13 +105,13 @@ class Accelerator(Protocol):
         """Queue (target, source) copies on the side stream, behind all work queued so far."""
 
     def wait(self, event: Event) -> None:
-        """Let work that is queued on the current stream from now on wait for the event."""
+        """Make work that is queued on the current stream from now on wait for the event."""
 
 
 class DeviceStager:
     """For tensors on an accelerator: queued on a side stream, straight into pinned slot memory.
 
-    Those in host memory among them are copied as by HostStager; if there are only such, the
+    Tensors in host memory among them are copied as by HostStager; if all are in host memory, the
     accelerator is never touched.
     """
 
@@ -163,7 +164,7 @@ class _DeviceCopies:
 
 
 class CudaAccelerator:
-    """CUDA and what torch makes look like it."""
+    """CUDA, and devices that torch presents as CUDA."""
 
     def __init__(self) -> None:
         # torch ships no types for most of this module.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a training state into tensors and a tree of plain values, and back.
 
-The tree is JSON. What JSON has no word for is an object with one key, the tag: {"tuple": [...]},
-{"tensor": 3}. Nothing in it is executed when it is read. What fits no tag is refused, with the
-place where it was found.
+The tree is JSON. A value that JSON cannot express is an object with one key, the tag: {"tuple":
+[...]}, {"tensor": 3}. Reading a tree executes nothing. A value that fits no tag is refused, with
+its place in the state.
 """
 
 import base64
@@ -40,7 +40,7 @@ _NOT_UNDERSTOOD = (
     *(ArithmeticError, AttributeError, IndexError, RuntimeError, SyntaxError, TypeError),
     *(ValueError, struct.error),
 )
-"""What Python, numpy and torch say to a text that they cannot make a value of."""
+"""Errors of Python, numpy and torch for a text that they cannot turn into a value."""
 
 _MAPPINGS: dict[type, str] = {
     dict: "dict",
@@ -54,7 +54,7 @@ _SEQUENCE_TYPES = {tag: kind for kind, tag in _SEQUENCES.items()}
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A module, an optimizer, a scheduler: whatever gives its state and takes it back."""
+    """A module, an optimizer, a scheduler: any object that gives its state and takes it back."""
 
     def state_dict(self) -> Any: ...
 
@@ -74,7 +74,7 @@ class _Field(str):
 
 
 def flatten(value: object, where: str, allow_pickle: bool = False) -> Flat:
-    """Take a state apart. UsageError names the place of what cannot be saved.
+    """Take a state apart. UsageError names the place of a value that cannot be saved.
 
     The leaves are the live tensors, not copies. A tensor that is found twice is one leaf.
     """
@@ -85,18 +85,18 @@ def flatten(value: object, where: str, allow_pickle: bool = False) -> Flat:
 def rebuild(
     tree: Tree, tensor: Callable[[int], torch.Tensor], allow_pickle: bool = False
 ) -> object:
-    """Put a state together again; `tensor` makes the leaf with a number, once for each."""
+    """Put a state together again; `tensor` makes each leaf by its number, once."""
     made = functools.cache(tensor)
     return Rebuilder(lambda index, _live, _where: made(index), allow_pickle).value(tree)
 
 
 def encode(document: object) -> bytes:
-    """A tree, or something made of trees, as JSON."""
+    """A tree, or a structure of trees, as JSON."""
     return msgspec.json.encode(document)
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The inverse of `encode`. StateError if it is no JSON."""
+    """The inverse of `encode`. StateError if it is not JSON."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -104,7 +104,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def decode_index(data: bytes | memoryview) -> dict[str, Any]:
-    """What stands beside the tensors of a part: an object. StateError if it is none."""
+    """The index beside the tensors of a part: an object. StateError if it is none."""
     fields = decode(data)
     if not isinstance(fields, dict):
         raise StateError("the index of the checkpoint is damaged: it is not an object")
@@ -117,7 +117,7 @@ def unwrapped(value: object) -> object:
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):
             value = value.module
         elif isinstance(value, torch.nn.Module) and hasattr(value, "_orig_mod"):
-            value = value._orig_mod  # What torch.compile wrapped.
+            value = value._orig_mod  # The module that torch.compile wrapped.
         else:
             return value
 
@@ -159,7 +159,7 @@ class Flattener:
         return self._rarer(value, path)
 
     def _items(self, value: Collection[Any], path: Path) -> list[Tree]:
-        if set(map(type, value)) == {int}:  # Python's own random numbers are 625 of them.
+        if set(map(type, value)) == {int}:  # Python's random state has 625 of them.
             return [_scalar(item) for item in value]
         return [self.tree(item, (*path, i)) for i, item in enumerate(value)]
 
@@ -202,7 +202,8 @@ class Flattener:
         )
 
     def _stateful(self, value: Stateful, path: Path) -> Tree:
-        """The state of a live object. What only optimizer.step() changes may be copied late."""
+        """The state of a live object. Values that only optimizer.step() changes may be copied
+        late."""
         before = self._late
         if isinstance(value, torch.nn.Module):
             self._late = frozenset(
@@ -223,7 +224,7 @@ class Flattener:
         _check_tensor(tensor, path)
         tensor = tensor.detach().resolve_conj().resolve_neg()
         address = tensor.data_ptr()
-        # Equal in all of this: the same tensor twice (tied weights). An empty one has no address.
+        # Equal in all of these: the same tensor twice (tied weights). An empty one has no address.
         key = (address or id(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         index = self._known.get(key)
         if index is None:
@@ -251,7 +252,7 @@ class Flattener:
         described: Tree = dtype.str if dtype.names is None else _descr(dtype)
         if isinstance(value, np.generic):
             return {"numpy_scalar": [described, value.tobytes().hex()]}
-        # A copy, unless it can be written to as it is: torch has no read-only tensors.
+        # A copy, unless the array can be written to: torch has no read-only tensors.
         array = np.require(value, requirements=["C", "W"])
         try:
             tensor = torch.from_numpy(array)
@@ -277,22 +278,22 @@ class Flattener:
 
 
 Make = Callable[[int, object, str], torch.Tensor]
-"""Makes the tensor of a leaf: its number, what stands in its place now (or None), and where."""
+"""Makes the tensor of a leaf: its number, the present value there (or None), and the place."""
 
 
 class Rebuilder:
-    """Puts a state together again, beside the live objects that are to take it."""
+    """Puts a state together again, beside the live objects that will take it."""
 
     def __init__(self, make: Make, allow_pickle: bool = False) -> None:
         self.stateful: list[tuple[Stateful, Any, str]] = []
-        """Live objects, the state that each is to take, and where it is; the innermost first."""
+        """Live objects, the state for each, and its place; the innermost first."""
         self._make = make
         self._allow_pickle = allow_pickle
 
     def value(self, tree: Tree, live: object = None, path: Path = ("",)) -> Any:
-        """What the tree stands for. `live`: what is there now; the tree may have more or less.
+        """The value of a tree. `live`: the present value; the tree may have more or less.
 
-        StateError: no save of ours wrote such a tree.
+        StateError: no save of Holdfast wrote such a tree.
         """
         if len(path) > DEPTH_MAX:
             raise StateError(f"{where_text(path[:4])}... in the checkpoint is nested too deep")
@@ -397,7 +398,7 @@ class Rebuilder:
             if fields.keys() != set(getattr(kind, "_fields", ())):
                 raise UsageError(f"{where_text(path)} has other fields in the checkpoint than now")
             return kind(**fields)
-        # Not through its constructor: a state is put back as it was, nothing is run.
+        # Not through its constructor: a state is put back as it was, without running any code.
         record = object.__new__(kind)
         for name, item in fields.items():
             object.__setattr__(record, name, item)
@@ -421,7 +422,7 @@ class Rebuilder:
 
 
 def _scalar(value: Any) -> Tree:
-    """A number or text; exact, whatever it is."""
+    """A number or text; always exact."""
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
     if isinstance(value, float):
@@ -483,7 +484,7 @@ def _list(content: Tree, path: Path, length: int | None = None) -> list[Tree]:
 
 
 def _keys(values: list[Any], path: Path) -> list[Any]:
-    """Values that are to be keys, or members of a set."""
+    """Values for use as keys, or as members of a set."""
     try:
         for value in values:
             hash(value)
@@ -500,7 +501,7 @@ def _member_of(name: str, member: str, path: Path) -> Any:
 
 
 def _class_of(name: Tree, path: Path) -> Any:
-    """A class that this program has imported already: a checkpoint makes nobody import anything."""
+    """A class that this program has imported already: a checkpoint never makes a program import."""
     if not isinstance(name, str):
         raise StateError(f"{where_text(path)}: not a class in the checkpoint")
     module, _, qualified = name.partition(":")

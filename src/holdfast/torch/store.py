@@ -2,8 +2,8 @@
 """torch's Store on the key-value store of the job, which no single rank hosts.
 
 A TCPStore dies with rank 0's process. This one outlives every worker, every node and the master:
-requests that meet a restart are repeated and take effect once. Everything else is as TCPStore does
-it; tests/contract/test_store.py holds both to one suite, and docs/store.md lists the differences.
+requests that meet a restart are repeated and take effect once. Everything else is as in TCPStore;
+tests/contract/test_store.py runs one suite on both, and docs/store.md lists the differences.
 """
 
 import operator
@@ -29,11 +29,11 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
-#: torch 2.6 has no queues, and so no error of their own.
+#: torch 2.6 has no queues, and so no error for them.
 QueueEmptyError: type[Exception] = getattr(dist, "QueueEmptyError", dist.DistStoreError)
 
-# When only C++ still refers to a store (a PrefixStore around it, a process group), the Python half
-# of the object is collected all the same, and the next call from C++ fails.
+# When only C++ still refers to a store (a PrefixStore around it, a process group), Python still
+# collects its half of the object, and the next call from C++ fails.
 _alive: list["HoldfastStore"] = []
 
 Expected = TypeVar("Expected", bound=m.Message)
@@ -52,7 +52,7 @@ class HoldfastStore(Store):
         _alive.append(self)
 
     def clone(self) -> "HoldfastStore":
-        """The same keys, with a time-out of its own."""
+        """The same keys, with a separate time-out."""
         return HoldfastStore(self._client, self._timeout())
 
     # ---- one key --------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class HoldfastStore(Store):
     # ---- the way to the agent -------------------------------------------------------------------
 
     def _timeout(self) -> timedelta:
-        # Kept in the C++ half, where a PrefixStore sets it past us; torch's stub does not list it.
+        # Kept in the C++ half, where a PrefixStore sets it directly; torch's stub does not list it.
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]
         return timeout
 
@@ -184,7 +184,7 @@ def _seconds(timeout: timedelta | float) -> float:
 
 
 def _too_late(request: m.KvCall, limit_s: float) -> str:
-    """Worded as TCPStore's, which scripts look for in logs."""
+    """The same words as TCPStore's, which scripts look for in logs."""
     keys = request.keys if isinstance(request, m.KvGet | m.KvWait) else ()
     if isinstance(request, m.QueuePop):
         keys = (request.key,)
@@ -194,7 +194,7 @@ def _too_late(request: m.KvCall, limit_s: float) -> str:
 def _rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: object
 ) -> Iterator[tuple[Store, int, int]]:
-    """torch's handler of holdfast://: the round's store, and the place that the agent gave us."""
+    """torch's handler of holdfast://: the round's store, and the rank from the agent."""
     client = current()
     if client is None:
         raise ValueError(
@@ -208,7 +208,7 @@ def _rendezvous(
 
 
 def _place(given: dict[str, str], name: str) -> int:
-    """What the caller of init_process_group gave; the environment's otherwise."""
+    """The value from the caller of init_process_group; otherwise the environment's."""
     number = int(given.get(name, "-1"))
     if number >= 0:
         return number

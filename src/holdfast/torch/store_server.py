@@ -3,7 +3,7 @@
 
 Workers of an unmodified script find their process group through torch's TCPStore. If worker rank 0
 had to start it, every other worker that comes a moment earlier would be refused and pause for half
-a second. A server that is there before them, and is new for every round, has no such problem.
+a second. A server that is there before the workers, and is new for every round, avoids that.
 """
 
 import os
@@ -18,10 +18,10 @@ def main() -> None:
     store = TCPStore(
         "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    # Workers that SIGTERM told to save may still need it; the agent ends it by SIGKILL.
+    # Workers that save on SIGTERM may still need it; the agent ends it by SIGKILL.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # In one write: whoever waits for the port hangs up once it has it.
+    # In one write: the reader of the port closes the pipe once it has it.
     os.write(1, f"{store.port}\n".encode())
     while True:
         signal.pause()

@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class ElasticTrainer(Generic[Batch]):
-    """Gives out a step's batches, weighs their losses, and has gradients synchronised once.
+    """Gives out a step's batches, weights their losses, and synchronises gradients once.
 
-    Its state has the loader's and the sampler's, and is always that of the model: a step counts
-    from the moment the optimizer has made it.
+    Its state contains the loader's and the sampler's, and always fits the model: a step counts from
+    the moment the optimizer has made it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ElasticTrainer(Generic[Batch]):
         *,
         global_batch: int,
     ) -> None:
-        """`model`: in DDP or FSDP, or as it is; then whoever has several ranks averages gradients.
+        """`model`: in DDP or FSDP, or bare; then the user averages gradients over several ranks.
 
         `global_batch` is how many samples all ranks together train in one optimizer step.
         """
@@ -55,8 +55,8 @@ class ElasticTrainer(Generic[Batch]):
         self._loader = loader
         loader.global_batch = global_batch
         self._due: Share | None = None  # Given out, and waiting for its backward().
-        self._is_open = False  # Some batches of the step are not through yet.
-        self._end: int | None = None  # All are: where the training stands once the model changed.
+        self._is_open = False  # True until all batches of the step had their backward().
+        self._end: int | None = None  # The position after a complete step, until it is counted.
         optimizer.register_step_pre_hook(self._before_optimizer)
         optimizer.register_step_post_hook(self._after_optimizer)
 
@@ -71,7 +71,7 @@ class ElasticTrainer(Generic[Batch]):
         return self._loader.steps_in(self._loader.sampler.length)
 
     def steps(self) -> Iterator[Iterator[Batch]]:
-        """The steps that are left in this epoch; gradients are cleared when one begins."""
+        """The steps that are left in this epoch; gradients are cleared when a step begins."""
         self._count()
         self._due, self._is_open = None, False
         dealt = self._loader.shares()
@@ -84,8 +84,8 @@ class ElasticTrainer(Generic[Batch]):
                     "a step was left before all its batches were through backward(): "
                     "go through all of them before the next step"
                 )
-            # If the optimizer has not made it (a scaler may skip one), its samples are used up all
-            # the same.
+            # Even if the optimizer has not made it (a scaler may skip a step), its samples are used
+            # up.
             self._count()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -98,11 +98,11 @@ class ElasticTrainer(Generic[Batch]):
             self._is_open, self._end = False, share.end
 
     def state_dict(self) -> dict[str, Any]:
-        """Good for every rank of every world."""
+        """A state that is valid for every rank of every world."""
         return {"step": self.step, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after a step that was saved."""
+        """Go on after a saved step."""
         self.step = state_dict["step"]
         self._end = None
         self._loader.load_state_dict(state_dict["loader"])
@@ -110,7 +110,7 @@ class ElasticTrainer(Generic[Batch]):
     def _batches(
         self, share: Share, batch: Batch, dealt: Iterator[tuple[Share, Batch]]
     ) -> Iterator[Batch]:
-        """The batches of one step, of which the first is here already."""
+        """The batches of one step; the first is given."""
         while True:
             self._due = share
             with self._synchronised(share.end is not None):
@@ -125,7 +125,7 @@ class ElasticTrainer(Generic[Batch]):
             raise UsageError("the batch before was not given to trainer.backward()")
 
     def _synchronised(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Ranks exchange gradients in the last pass of a step only."""
+        """Ranks exchange gradients only in the last pass of a step."""
         model: Any = self._model
         if _is_fsdp2(model):
             model.set_requires_gradient_sync(is_last)
@@ -144,7 +144,7 @@ class ElasticTrainer(Generic[Batch]):
         self._count()
 
     def _count(self) -> None:
-        """The step that is complete, if there is one, is part of the model now."""
+        """A complete step, if there is one, is part of the model now."""
         if self._end is not None:
             self._loader.trained(self._end)
             self._end = None

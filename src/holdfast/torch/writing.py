@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the parts of a step into slots: asks for memory, copies, seals, says so.
+"""Writes the parts of a step into slots: asks for memory, copies, seals, reports.
 
-The steps are apart so that the copy can run in the background: `begin` gives what is to be copied,
-`seal` ends it. A part that is not sealed does not exist for anybody, whatever was copied.
+These are separate steps so that the copy can run in the background: `begin` returns what to copy,
+`seal` ends it. A part that is not sealed does not exist for any other process, whatever was copied.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from holdfast.torch.mappings import MappedSlots
 from holdfast.torch.staging import Placed, Staged, Stager
 
 GRAIN = 256 * 1024
-"""Slots are asked for in multiples of this, so that a number with one more digit fits."""
+"""Slots are requested in multiples of this, so that a number with one more digit fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class BegunPart:
     meta: SlotMeta
     placed: tuple[Placed, ...]
     filling: Filling | None
-    """None where a copy gives no digest."""
+    """None if the copy gives no digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class BegunStep:
     parts: tuple[BegunPart, ...]
     persist: bool
     marks: Marks | None
-    """How far the data of this rank are; None if none follow."""
+    """The data position of this rank; None if no data follow."""
 
     def placed(self, *, early: bool | None = None) -> list[Placed]:
         """The tensors: all, or those that must, or need not, be copied before the next forward."""
@@ -51,7 +51,7 @@ class BegunStep:
 
 
 class PartWriter:
-    """The slots of this process, and what it takes to write them."""
+    """The slots of this process, and the tools to write them."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PartWriter:
         self._copy_with_crc = copy_with_crc
 
     def reserve(self, part: str, images: Iterable[Image], more: int = 0) -> None:
-        """Have memory for these files, and `more` bytes, made ready in the background."""
+        """Prepare memory for these files, and `more` bytes, in the background."""
         self._slots.touch(self._client.reserve(part, _rounded(_length(images) + more)))
 
     def begin(
@@ -113,13 +113,13 @@ class PartWriter:
         return BegunStep(step, tuple(begun), persist, marks)
 
     def copy_early(self, step: BegunStep) -> None:
-        """Copy what the next forward pass may change."""
+        """Copy the tensors that the next forward pass may change."""
         staged = self._stager.stage(step.placed(early=True))
         self._copier.run(staged.tasks, self._timeout_s)
         staged.finish()
 
     def copy_all(self, step: BegunStep) -> None:
-        """Copy every tensor, with all threads there are."""
+        """Copy every tensor, with all threads."""
         staged, tasks = self.stage(step, step.placed(), Pace())
         self._copier.run(tasks, self._timeout_s)
         staged.finish()
@@ -127,12 +127,12 @@ class PartWriter:
     def stage(
         self, step: BegunStep, last: Sequence[Placed], pace: Pace
     ) -> tuple[Staged, Sequence[Task]]:
-        """Begin to copy the tensors that are not in their places yet; others run the tasks."""
+        """Begin to copy the tensors that are not in place yet; the caller runs the tasks."""
         staged = self._stager.stage(last)
         return staged, _with_digests(step, last, staged, pace)
 
     def seal(self, step: BegunStep, waited_s: float) -> None:
-        """Everything is copied: make it a checkpoint. The training waited so long for it."""
+        """Everything is copied: make it a checkpoint. The training waited `waited_s` for it."""
         self._slots.go_on()
         own = rank_part(self._client.place.rank)
         for part in step.parts:
@@ -159,9 +159,9 @@ class PartWriter:
 def _with_digests(
     step: BegunStep, placed: Sequence[Placed], staged: Staged, pace: Pace
 ) -> Sequence[Task]:
-    """The staged tasks, as such that give the digests of the parts if that is possible.
+    """The staged tasks, so that they give the digests of the parts if that is possible.
 
-    It is not if some tensors are copied by torch or by an accelerator: their bytes may come last.
+    It is not possible if torch or an accelerator copies some tensors: their bytes may come last.
     """
     copies = [task for task in staged.tasks if isinstance(task, Copy)]
     if sum(copy.length for copy in copies) != sum(item.hole.tensor.nbytes for item in placed):

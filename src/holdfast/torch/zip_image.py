@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lays a file out exactly as torch.save would write it, without touching the bytes of a tensor.
 
-Frameworks have file formats of their own, and those are torch.save files: a zip archive with one
-pickle, which describes the object, and one stored record per tensor storage. torch.save itself
-writes the archive here, but into a sink that keeps only what is not tensor bytes. Where those would
-be there is a hole; the copy into shared memory fills it, so that no tensor is copied twice.
+The file formats of frameworks are torch.save files: a zip archive with one pickle, which describes
+the object, and one stored record per tensor storage. torch.save itself writes the archive here, but
+into a sink that keeps everything except tensor bytes. Their place becomes a hole; the copy into
+shared memory fills it, so that no tensor is copied twice.
 
 One thing differs from torch.save: the CRC-32 of the storage records stays 0, as it would cost a
-pass over all bytes. torch.load does not look at it; `unzip -t` does and complains. The digests of
-the manifest protect the bytes.
+pass over all bytes. torch.load does not check it; `unzip -t` does and complains. The digests of the
+manifest protect the bytes.
 """
 
 import io
@@ -44,8 +44,8 @@ def zip_image(name: str, value: object) -> Image:
             f"({len(filled)} storages, {len(sink.skipped)} records); save it without the adapter"
         )
     holes = tuple(
-        # Early: nobody can know which of these change in the next forward pass, and the version
-        # counters of the tensors do not tell of changes to a storage.
+        # Early: it is unknown which of these change in the next forward pass, and the version
+        # counters of the tensors do not show changes to a storage.
         Hole(offset, _bytes_of(storage), label=f"{name}: storage {number}", early=True)
         for number, (storage, (offset, _)) in enumerate(zip(filled, sink.skipped, strict=True))
     )
@@ -53,7 +53,7 @@ def zip_image(name: str, value: object) -> Image:
 
 
 def memory_file(memory: memoryview) -> io.BufferedReader:
-    """A read-only file over memory, for torch.load: what is read from it is a copy."""
+    """A read-only file over memory, for torch.load: reading from it gives copies."""
     return io.BufferedReader(_MemoryFile(memory))
 
 
@@ -85,7 +85,7 @@ class _MemoryFile(io.RawIOBase):
 
 
 class _Sink:
-    """What torch.save writes to: keeps what is written, and notes where bytes are left out."""
+    """The target of torch.save: keeps what is written, and notes where bytes are left out."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, bytes]] = []
@@ -99,7 +99,7 @@ class _Sink:
         return len(piece)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """torch leaves a storage out by seeking over it, forward from where it is."""
+        """torch leaves a storage out by seeking over it, always forward."""
         if whence != io.SEEK_CUR or offset < 0:
             raise UsageError("this version of torch writes its files in a way that is not known")
         if offset > 0:
@@ -111,14 +111,14 @@ class _Sink:
         return self.length
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing to do: nothing is buffered."""
 
 
 def _noting(storages: dict[str, torch.UntypedStorage]) -> Any:
     """A pickle module for torch.save that also notes each storage under the name of its record.
 
     torch derives its pickler from the module's Pickler and gives it a `persistent_id` that names a
-    storage's record. That is the only place which knows both.
+    storage's record. Only that place knows both.
     """
 
     class Noting(pickle.Pickler):
@@ -139,7 +139,7 @@ def _noting(storages: dict[str, torch.UntypedStorage]) -> Any:
 
 def _untyped(storage: Any) -> torch.UntypedStorage:
     if isinstance(storage, torch.storage.TypedStorage):
-        return storage._untyped_storage  # What untyped() gives, without its warning.
+        return storage._untyped_storage  # The result of untyped(), without its warning.
     assert isinstance(storage, torch.UntypedStorage)
     return storage
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash checkpoints for frameworks that have a checkpoint format of their own.
+"""Flash checkpoints for frameworks with their own checkpoint format.
 
-Each module needs its framework and is imported by those who have it. What they save lands on
-storage in the framework's own layout: it is read without Holdfast, by the framework alone.
+Each module needs its framework; only users of the framework import it. Checkpoints on storage have
+the framework's own layout: the framework reads them without Holdfast.
 """

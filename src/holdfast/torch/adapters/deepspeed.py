@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flash checkpoints for a DeepSpeed engine, ZeRO 0 to 3, in DeepSpeed's own files.
 
-DeepSpeed decides itself what each rank saves and under which name. It hands every file to the
-checkpoint engine of the training engine; while we save or load, that is ours, on this one object.
-Nothing else in the process is replaced, and the old one is put back whatever happens.
+DeepSpeed decides what each rank saves and under which name. It hands every file to the checkpoint
+engine of the training engine. During a save or a load Holdfast puts its own checkpoint engine on
+this one object. It replaces nothing else in the process, and always puts the old one back.
 """
 
 import os
@@ -36,8 +36,8 @@ class Restored:
 class DeepSpeedCheckpointer:
     """Saves and loads the state of one engine. All ranks call the same methods in the same order.
 
-    `tag` names a checkpoint's directory and must have {step} in it. The settings that are not named
-    here are those of holdfast.torch.Checkpointer.
+    `tag` is the pattern of a checkpoint's directory name and must contain {step}. All further
+    settings are those of holdfast.torch.Checkpointer.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DeepSpeedCheckpointer:
     ) -> Saved:
         """Save the engine's state; the step is the engine's own count unless it is given.
 
-        `latest` names the checkpoint once it is whole on storage, not before.
+        `latest` names the checkpoint only when it is whole on storage.
         """
         number = self._engine.global_steps if step is None else step
         return self._files.save_files(
@@ -77,7 +77,7 @@ class DeepSpeedCheckpointer:
 
         The options are those of DeepSpeed's load_checkpoint.
         """
-        # Of the ranks that hold the same weights, DeepSpeed lets the first one write them.
+        # Of the ranks with the same weights, DeepSpeed lets the first one write them.
         writer = dist.get_global_rank(self._engine.seq_data_parallel_group, 0)
         found = self._files.load_files(step, parts=(rank_part(writer),))
         if found is None:
@@ -86,7 +86,7 @@ class DeepSpeedCheckpointer:
             return self._read(found, options)
 
     def wait(self, timeout_s: float = 600.0) -> int | None:
-        """Wait until nothing is on its way to storage; the newest committed step."""
+        """Wait until all saves to storage are done; returns the newest committed step."""
         return self._files.wait(timeout_s)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class DeepSpeedCheckpointer:
         """What DeepSpeed saves on this rank: live objects by file name."""
         gathering = _Gathering()
         with tempfile.TemporaryDirectory() as folder, self._through(gathering):
-            # Into the folder goes only what DeepSpeed writes by itself: its recovery scripts.
+            # DeepSpeed itself writes only its recovery scripts into the folder.
             self._engine.save_checkpoint(
                 folder, tag=self._tag.format(step=step), client_state=client_state
             )
@@ -126,7 +126,7 @@ class DeepSpeedCheckpointer:
 
 
 class _Gathering(TorchCheckpointEngine):
-    """Keeps what DeepSpeed would write."""
+    """Keeps the files that DeepSpeed would write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,18 +137,18 @@ class _Gathering(TorchCheckpointEngine):
         self._folder = os.path.join(info.save_dir, info.tag)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing is written there."""
+        """Nothing to do: no file is written there."""
 
     def save(self, state_dict: object, path: str) -> None:
         self.files[os.path.relpath(path, self._folder)] = state_dict
 
     def is_decoupled(self) -> bool:
-        """True, so that DeepSpeed leaves `latest` to us: it would move it before all is written."""
+        """True, so that DeepSpeed does not write `latest`: it would do so before all is written."""
         return True
 
 
 class _Reading(TorchCheckpointEngine):
-    """Gives DeepSpeed its files out of memory; it unpickles them as it always does."""
+    """Gives DeepSpeed its files from memory; DeepSpeed unpickles them as it always does."""
 
     def __init__(self, found: LoadedFiles) -> None:
         super().__init__()

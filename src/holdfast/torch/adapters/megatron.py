@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flash checkpoints in Megatron's layouts: `iter_0000100/mp_rank_00_001/model_optim_rng.pt`.
 
-Which rank saves which file is declared by the caller, on every rank, and never worked out from
+The caller declares on every rank which rank saves which file. The module never derives it from
 ranks or sizes: with tensor, pipeline, data and expert parallelism at once only the training script
-knows. The names come from the functions below; the states are what Megatron's own code collects.
+knows. The functions below make the names; Megatron's own code collects the states.
 """
 
 import os
@@ -20,7 +20,8 @@ from holdfast.torch.zip_image import memory_file
 
 
 def model_file(tensor: int, pipeline: int | None = None, expert: int | None = None) -> str:
-    """The file of a place in the model; `pipeline` and `expert` only where the model is cut so."""
+    """The file of a place in the model; `pipeline`, `expert` only if the model is split that
+    way."""
     return f"{_place(tensor, pipeline, expert)}/model_optim_rng.pt"
 
 
@@ -45,7 +46,7 @@ def _place(tensor: int, pipeline: int | None, expert: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The states of an iteration by file name, as they were given to `save`."""
+    """The states of an iteration by file name, as `save` received them."""
 
     iteration: int
     files: dict[str, Any]
@@ -67,7 +68,7 @@ class MegatronCheckpointer:
         )
 
     def save(self, iteration: int, owned: Mapping[str, object], to: Tier | None = None) -> Saved:
-        """Save an iteration: on each rank the files that this rank owns, which may be none."""
+        """Save an iteration: `owned` are the files that this rank owns, possibly none."""
         return self._files.save_files(iteration, owned, to=to)
 
     def load(
@@ -79,8 +80,8 @@ class MegatronCheckpointer:
     ) -> Restored | None:
         """Load the files that this rank needs; `owners` says which rank saved each of them.
 
-        Megatron's states have objects in them that only pickle can read (its arguments): say
-        `allow_pickle=True` if you trust whoever wrote the directory. None: there is no checkpoint.
+        Megatron's states contain objects that only pickle can read (its arguments): set
+        `allow_pickle=True` if you trust the author of the directory. None: there is no checkpoint.
         """
         parts = tuple(sorted({rank_part(rank) for rank in owners.values()}))
         found = self._files.load_files(iteration, parts=parts)
@@ -104,7 +105,7 @@ class MegatronCheckpointer:
             return Restored(found.step, states)
 
     def wait(self, timeout_s: float = 600.0) -> int | None:
-        """Wait until nothing is on its way to storage; the newest committed iteration."""
+        """Wait until all saves to storage are done; returns the newest committed iteration."""
         return self._files.wait(timeout_s)
 
     def close(self) -> None:

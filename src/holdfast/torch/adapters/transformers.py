@@ -2,11 +2,12 @@
 """Flash checkpoints for the Trainer of transformers: `FlashTrainer` in place of `Trainer`.
 
 Every step goes to memory. When the Trainer's own settings say that it is time to save, the step
-also goes to storage, as `checkpoint-500` with the files that the Trainer itself would write: they
-are read by `from_pretrained` and by the plain Trainer's `resume_from_checkpoint`.
+also goes to storage, as `checkpoint-500` with the files that the Trainer itself would write:
+`from_pretrained` and the plain Trainer's `resume_from_checkpoint` read them.
 
-Weights and optimizer are copied from where they live into shared memory. What is small (settings,
-tokenizer, random states) the Trainer writes into a temporary folder, from where it is taken.
+Weights and optimizer are copied from where they are into shared memory. The Trainer writes the
+small files (settings, tokenizer, random states) into a temporary folder, and they are taken from
+there.
 """
 
 import json
@@ -44,8 +45,8 @@ class FlashTrainer(Trainer):
     """A Trainer whose checkpoints cost almost nothing and whose restarts resume from memory.
 
     `train(resume_from_checkpoint=True)` resumes the newest state that every rank can have, from
-    memory, another node or storage, and starts from the beginning if there is none: a restarted
-    script needs no other line. `memory_every` is the number of steps from one memory checkpoint to
+    memory, another node or storage, and starts from the beginning if there is none: a script needs
+    no other line for restarts. `memory_every` is the number of steps from one memory checkpoint to
     the next; `flash` has further settings of holdfast.torch.Checkpointer (replicas, parity, ...).
     """
 
@@ -88,11 +89,11 @@ class FlashTrainer(Trainer):
         return step % self._memory_every == 0
 
     def flash_wait(self, timeout_s: float = 600.0) -> int | None:
-        """Wait until nothing is on its way to storage; the newest committed step."""
+        """Wait until all saves to storage are done; returns the newest committed step."""
         return self._flash.wait(timeout_s)
 
     def flash_close(self) -> None:
-        """End what runs in the background in this process."""
+        """End the background work of this process."""
         self._flash.close()
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -109,7 +110,7 @@ class FlashTrainer(Trainer):
         super()._load_best_model()
 
     def _outdated(self, steps: Sequence[int]) -> Sequence[int]:
-        """Which of the committed steps may go: the Trainer's own rule, which keeps the best one."""
+        """The committed steps that may go: the Trainer's own rule, which keeps the best one."""
         limit = self.args.save_total_limit
         if not limit or limit < 0:
             return ()
@@ -121,7 +122,7 @@ class FlashTrainer(Trainer):
         return [step for step in steps[:-room] if step not in kept]
 
     def _common_files(self) -> dict[str, object]:
-        """What is the same on every rank."""
+        """The files that are the same on every rank."""
         assert self._settled_files is not None
         files: dict[str, object] = {**self._settled_files, **self._weights()}
         if not self.args.save_only_model:
@@ -136,7 +137,7 @@ class FlashTrainer(Trainer):
             return files | _content(Path(folder))
 
     def _own_files(self) -> dict[str, object]:
-        """What each rank has for itself: the states of its random generators."""
+        """The files of each rank: the states of its random generators."""
         if self.args.save_only_model:
             return {}
         with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +176,7 @@ class FlashTrainer(Trainer):
                     self.state.stateful_callbacks[name] = state
 
     def _write_settled_files(self) -> dict[str, bytes]:
-        """What does not change while training: settings, tokenizer. Only rank 0 writes them."""
+        """The files that training does not change: settings, tokenizer. Only rank 0 writes them."""
         if not self.is_world_process_zero():
             return {}
         with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +188,7 @@ class FlashTrainer(Trainer):
             }
 
     def _agreed(self, files: dict[str, bytes]) -> dict[str, bytes]:
-        """What rank 0 wrote, on every rank: each node keeps a whole checkpoint."""
+        """The files of rank 0, on every rank: each node keeps a whole checkpoint."""
         if self.args.world_size == 1:
             return files
         device = self.args.device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -209,12 +210,12 @@ class FlashTrainer(Trainer):
         found = self._flash.load_files()
         if found is None:
             return super().train(**options)
-        # The Trainer reads small files from a folder; what is large stays where it is.
+        # The Trainer reads small files from a folder; large ones stay where they are.
         with tempfile.TemporaryDirectory() as folder:
             for name in found.names():
                 Path(folder, name).write_bytes(b"" if _is_large(name) else found.file(name))
             if found.substitute:
-                # Not this rank's random states: without any, the Trainer keeps those it has.
+                # Not this rank's random states: without a file, the Trainer keeps the present ones.
                 for path in Path(folder).glob("rng_state*.pth"):
                     path.unlink()
             self._resuming = found
@@ -224,7 +225,7 @@ class FlashTrainer(Trainer):
                 self.flash_resumed()
 
     def flash_resumed(self) -> None:
-        """Everything has been read: the memory may be used again."""
+        """Everything has been read: the slots may be used again."""
         if self._resuming is not None:
             self._resuming.close()
             self._resuming = None
