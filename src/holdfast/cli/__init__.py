@@ -28,7 +28,8 @@ COMMANDS = {
     "sim": "predict the goodput of a cluster: failures, spares, checkpoints and restarts",
     "completion": "print a script that lets the shell complete all of these",
 }
-"""In the order of `holdfast --help`. Each has a file of the same name with an `add_parser`."""
+"""The commands, in the order of `holdfast --help`. Each has a file of the same name with an
+`add_parser`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ending_at_ctrl_c() -> Iterator[None]:
     """Until a command begins, Ctrl-C just ends the process; from then on it is an exception.
 
-    An exception within an import may be swallowed, and nothing needs an end in order yet. A script
-    starts what it puts into the background with SIGINT ignored: whoever sends it then means it.
+    An exception within an import may be swallowed, and no cleaning up is needed yet. A script
+    starts its background jobs with SIGINT ignored: a sender of SIGINT to one of them means it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -64,7 +65,7 @@ def _ending_at_ctrl_c() -> Iterator[None]:
 
 
 def _find(words: list[str]) -> Callable[[], int]:
-    """The command that is meant, with what it was given."""
+    """The requested command, with its arguments."""
     # `run` has torchrun's grammar, in which everything after the script belongs to the script.
     if words[:1] == ["run"]:
         from holdfast.cli import run
@@ -83,10 +84,10 @@ def _find(words: list[str]) -> Callable[[], int]:
 
 
 def build_parser(needed: Sequence[str]) -> Parser:
-    """The parser of `holdfast`. Only the commands that are needed get their arguments.
+    """The parser of `holdfast`. Only the `needed` commands get their arguments.
 
-    The others are no more than a name and a line of help: to import the files of all commands
-    takes half a second, and a master that is started again must be there soon.
+    The others are no more than a name and a line of help: to import the files of all commands takes
+    half a second, and a master that is started again must be there soon.
     """
     parser = Parser(
         prog="holdfast",

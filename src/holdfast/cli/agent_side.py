@@ -32,12 +32,13 @@ from holdfast.runtime.signals import EndSignals, Patience
 from holdfast.runtime.token import read_token
 
 FIRST_CONTACT_S = 60.0
-"""How long a master that cannot be reached yet is waited for, unless `join_timeout` is shorter. A
-node that a platform launched waits for `join_timeout`: its master may be on its way back."""
+"""How long the agent waits for a master that it cannot reach yet, unless `join_timeout` is shorter.
+On a node that a platform launched it waits for `join_timeout`: its master may be on its way
+back."""
 
 FAREWELL_S = 5.0
-"""What is left of a platform's patience when everything must be on storage: to say farewell and to
-end. At most a fifth of it."""
+"""The part of a platform's patience that must be left when everything is on storage: the time to
+say farewell and to end. At most a fifth of that patience."""
 
 
 def rules_of(options: RunOptions) -> m.JobRules:
@@ -65,7 +66,7 @@ async def run_agent(
 ) -> AgentEnd:
     """Run one agent against `options.master` until its part in the job is over.
 
-    `stop_job` is called when a signal stops this node, if its job is to stop with it.
+    `stop_job` is called when a signal stops this node, if the job must stop with it.
     """
     assert options.master is not None
     if options.token_file is None:
@@ -134,10 +135,10 @@ def _run_id(options: RunOptions) -> str:
 def log_folder(options: RunOptions, folder: Path) -> Path:
     """The job's own folder for logs, below that of the user or of the command.
 
-    StateError if another user made it: ours would write into it.
+    StateError if another user made it: Holdfast would write into a folder of that user.
     """
     logs = (options.log_dir or folder / "logs") / _run_id(options)
-    with suppress(OSError):  # Then nothing is kept there, and each round says why.
+    with suppress(OSError):  # Without a folder no log is kept, and each round says why.
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_own(logs)
     return logs
@@ -168,7 +169,7 @@ def _mode(options: RunOptions) -> RunMode:
 
 
 def _own_code(options: RunOptions) -> tuple[str, ...]:
-    """Folders with the user's own code: it may be edited between two starts."""
+    """Folders with the user's own code, which may change between two starts."""
     roots = {os.getcwd()}
     if not options.module and not options.no_python:
         roots.add(str(Path(options.script).resolve().parent))
@@ -176,7 +177,7 @@ def _own_code(options: RunOptions) -> tuple[str, ...]:
 
 
 def _console(options: RunOptions, console: Console) -> Callable[[int, bool], Write | None]:
-    """As with torchrun: what is redirected is only in files, unless it is also teed."""
+    """As with torchrun: redirected output goes only to files, unless it is also teed."""
 
     def choose(local_rank: int, error: bool) -> Write | None:
         stream = Std.ERR if error else Std.OUT
@@ -219,8 +220,8 @@ def make_folder() -> Path:
 
 
 def last_words(end: m.JobEnded, console: Console, *, shows_errors: bool) -> None:
-    """What the user sees last: the traceback of the first worker that failed, unless it is the same
-    on all, and stands right above because the console shows what workers write."""
+    """Print what the user sees last: the traceback of the first worker that failed. Leave it out if
+    all workers failed alike and the console has just shown it."""
     cause = end.cause
     if end.ok or cause is None:
         return

@@ -29,13 +29,13 @@ from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, connect
 
 BACK_S = 30.0
-"""How long a master that is gone is waited for: a launcher starts the next one within seconds."""
+"""How long to wait for a master that is gone: a launcher starts the next one within seconds."""
 
 RETRY_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that say which job is meant."""
+    """Declare the options that select the job."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--job", metavar="NAME", help="a job that runs on this machine")
     which.add_argument("--state", type=Path, metavar="DIR", help="the job of this state directory")
@@ -77,7 +77,7 @@ class Target:
     token_file: Path
     tls_ca: Path | None
     http: str = ""
-    """Where its HTTP side is; empty if that is off or unknown."""
+    """The address of its HTTP side; empty if that is off or unknown."""
 
 
 def target_of(arguments: argparse.Namespace) -> Target:
@@ -119,7 +119,7 @@ class _Observer:
         self.stories: asyncio.Queue[m.Story | None] = asyncio.Queue()
 
     def opened(self, link: Link) -> None:
-        """Only servers are told."""
+        """Never called: only servers hear of new links."""
 
     async def ask(self, link: Link, body: m.AnyMessage) -> m.AnyMessage:
         call = len(self._answers) + 1
@@ -176,10 +176,10 @@ async def end(
     *,
     back_s: float = BACK_S,
 ) -> None:
-    """End the job, and tell what happens until its master has said its last word.
+    """End the job, and tell what happens until its master has sent its last word.
 
-    RetryableError if that never comes: then nobody knows whether the nodes have saved. The end of
-    the link is no proof, because a master may be killed while they do.
+    RetryableError if that never comes: then it is unknown whether the nodes have saved. The end of
+    the link is no proof, because a master may be killed while they save.
     """
     follow = m.Observe(follow=True)
     async with _asking(target, timeout_s, follow, m.StopJob(reason)) as (observer, _):
@@ -192,7 +192,8 @@ async def end(
             await asyncio.sleep(RETRY_S)
             with suppress(RetryableError):
                 async with _asking(target, timeout_s, follow) as (observer, _):
-                    # What it decided is in its journal: it need not be told again.
+                    # The decision is in the master's journal: the next one need not be asked to
+                    # stop.
                     word = await _last_word(observer, tell)
                     give_up_at = loop.time() + back_s
         if word is None:
@@ -219,7 +220,7 @@ async def _last_word(observer: _Observer, tell: Callable[[m.Story], None]) -> m.
 async def _asking(
     target: Target, timeout_s: float, *requests: m.AnyMessage
 ) -> AsyncIterator[tuple[_Observer, m.AnyMessage]]:
-    """A link on which these requests are answered, with the last answer."""
+    """A link on which these requests have been answered, with the last answer."""
     token, tls = read_token(target.token_file), client_tls(target.tls_ca)
     observer = _Observer()
     answer: m.AnyMessage = m.Done()
@@ -243,9 +244,9 @@ async def _asking(
 async def _tell_all(observer: _Observer, tell: Callable[[m.Story], None]) -> None:
     while (story := await observer.stories.get()) is not None:
         if story.kind == "Progress":
-            continue  # Once a second: for a status line, not for a list of what happened.
+            continue  # Once a second: for a status line, not for a list of events.
         if story.kind == m.LAST_WORD:
-            return  # It began to follow when the job had finished, and its nodes saved.
+            return  # This link began after the job had finished, and its nodes have saved.
         tell(story)
         if story.kind == "JobFinished":
             return
@@ -268,7 +269,7 @@ def ask(target: Target, timeout_s: float) -> bytes:
 
 
 def decode(state: bytes) -> JobView:
-    """The state for those who show parts of it."""
+    """The state, decoded for commands that show parts of it."""
     try:
         return msgspec.json.decode(state, type=JobView)
     except msgspec.DecodeError as exc:

@@ -30,7 +30,7 @@ from holdfast.model.errors import RejectedError, UsageError
 
 FILES_SHOWN = 100
 TORCH_FORMATS = ("safetensors", "torch", "dcp")
-"""What only the torch layer can make; see holdfast/torch/export.py."""
+"""The formats that need the torch layer; see holdfast/torch/export.py."""
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -278,7 +278,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _export_by_torch(storage: Storage, one: Committed, target: Path, file_format: str) -> None:
-    # At run time: everything else here works without torch.
+    # Imported here: everything else in this file works without torch.
     try:
         torch_side = importlib.import_module("holdfast.torch.export")
     except ImportError as exc:

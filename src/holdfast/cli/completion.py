@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`holdfast completion SHELL`: what a shell needs to complete commands, options and paths."""
+"""`holdfast completion SHELL`: the shell code that completes commands, options and paths."""
 
 import argparse
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from holdfast.cli.parser import subcommands
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 _PATHS = {"FILE": shtab.FILE, "PATH": shtab.FILE, "DIR": shtab.DIRECTORY}
-"""By the name that the help gives to the value."""
+"""The kind of path, by the metavar in the help."""
 
 
 def add_parser(
@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
     parser = build_parser(tuple(COMMANDS))
     for action in _all_actions(parser):
         if action.dest == "script" or action.metavar in _PATHS:
-            # The attribute is how shtab is told what a value is.
+            # shtab reads the kind of a value from this attribute.
             path = _PATHS.get(str(action.metavar), shtab.FILE)
             setattr(action, "complete", path)  # noqa: B010
     print(shtab.complete(parser, arguments.shell))

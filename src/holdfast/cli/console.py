@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The terminal of `holdfast run`: everybody's lines above, one line of status below them.
+"""The terminal of `holdfast run`: the lines of all processes above, one line of status below.
 
-A terminal can stop reading for as long as it likes (Ctrl-S, a pager). So a thread of its own writes
-to it, and the agent's event loop never waits: beats go on while nobody looks. What is not shown yet
-is bounded; beyond that the workers' pipes are left unread, as with any pipe whose reader is slow.
+A terminal can stop reading for as long as it likes (Ctrl-S, a pager). So a separate thread writes
+to it, and the agent's event loop never waits: beats go on while the terminal does not read. The
+amount of waiting output is bounded; beyond it the console leaves the workers' pipes unread, like
+any slow reader of a pipe.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ CLOSE_S = 2.0
 """How long the end of a command waits for a terminal that does not read."""
 
 UNKNOWN_SIZE = os.terminal_size((80, 24))
-"""Of a terminal that does not say. tqdm shows nothing on one without columns."""
+"""The size for a terminal that reports none. tqdm shows nothing on one without columns."""
 
 _SHOW_CURSOR: Final = b"\x1b[?25h"
 
@@ -39,8 +40,8 @@ class Outlet:
         self.is_live = console.is_live and os.isatty(descriptor)
 
     def __call__(self, data: bytes) -> None:
-        """Show whole lines, soon. On a terminal they are text and colours, nothing else: a worker
-        that hides the cursor may not live to show it again."""
+        """Show whole lines, soon. On a terminal only text and colours pass: a worker that hides the
+        cursor may be killed before it shows the cursor again."""
         self._console.put(self._descriptor, plain(data) if self.is_live else data)
 
     @property
@@ -64,12 +65,12 @@ class Outlet:
 class Console:
     """Owns standard output and standard error of the command.
 
-    On a terminal the last line shows the status; it is taken away before anything else is written
-    and put back after it. Elsewhere there is no status, only lines.
+    On a terminal the last line shows the status; it is removed before anything else is written and
+    put back after that. Elsewhere there is no status, only lines.
     """
 
     def __init__(self, *, is_lent: bool = False) -> None:
-        """`is_lent`: a worker writes to the terminal itself, wherever its cursor stands."""
+        """`is_lent`: a worker writes to the terminal itself, wherever its cursor is."""
         is_terminal = sys.stderr.isatty() and environment().get("TERM") != "dumb"
         self._begin_line = b"\r\x1b[K" if is_terminal and is_lent else b""
         self.is_live = is_terminal and not is_lent
@@ -84,12 +85,12 @@ class Console:
         self._writer.start()
 
     def status(self, text: str) -> None:
-        """Replace the status line; empty takes it away."""
+        """Replace the status line; an empty text removes it."""
         if self.is_live:
             self.change(lambda screen: screen.set_status(text.encode()))
 
     def change(self, change: Callable[[Screen], bool]) -> None:
-        """Change what stands at the bottom of the terminal."""
+        """Change the rows at the bottom of the terminal."""
         self._work.put(change)
 
     @property
@@ -121,7 +122,7 @@ class Console:
         loop.call_soon(callback)
 
     def close(self) -> None:
-        """Show what is left, if anybody reads it."""
+        """Write what is left, if the other end reads it."""
         self.status("")
         self._work.put(None)
         self._writer.join(CLOSE_S)
@@ -139,7 +140,8 @@ class Console:
             write_all(error, self._drawn())
             self._written(len(data))
         if self._begin_line:
-            # Who drew on the terminal may have been killed before it showed the cursor again.
+            # A program that drew on the terminal may have been killed before it showed the cursor
+            # again.
             write_all(error, _SHOW_CURSOR)
 
     def _drawn(self) -> bytes:

@@ -15,7 +15,7 @@ from holdfast.model.dataset import LINES, LISTED, RANGE, STREAM
 from holdfast.model.errors import UsageError
 
 UNITS = {RANGE: "records", LINES: "bytes", STREAM: "offsets"}
-"""What the samples of a kind are counted in."""
+"""The unit of a kind's samples."""
 EXTENTS = {LINES: "file", STREAM: "partition", LISTED: "shard"}
 """What a piece of a kind is a part of."""
 
@@ -156,7 +156,7 @@ def _leases(one: DatasetView) -> Table:
 
 
 def _where(one: DatasetView, piece: "dict[str, int] | dict[str, int | str]") -> str:
-    """Which samples; files, partitions and listed shards are counted from 0."""
+    """The samples of a piece; files, partitions and listed shards are counted from 0."""
     extent = f"{EXTENTS[one.kind]} {piece['extent']}, " if one.kind in EXTENTS else ""
     return f"{extent}{piece['begin']:,} to {piece['end']:,}"
 
@@ -167,7 +167,7 @@ def _epoch(one: DatasetView) -> str:
 
 
 def _share(one: DatasetView) -> str:
-    """Empty if nobody knows the size."""
+    """The share that is done; empty if the size is unknown."""
     return f"{one.consumed / one.size:.1%}" if one.size > 0 else ""
 
 

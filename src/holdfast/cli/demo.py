@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`holdfast demo`: a job on this machine that is killed three times and does not mind."""
+"""`holdfast demo`: a job on this machine that is killed three times and goes on."""
 
 import argparse
 import asyncio
@@ -27,11 +27,11 @@ LIMIT_S = 110
 QUIET_S = 4.0
 """How long the job steps undisturbed before the next kill."""
 WARM_S = 30.0
-"""How long its spares are waited for; after that the kill is survived with a cold start."""
+"""How long to wait for its spares; after that the kill is followed by a cold start."""
 POLL_S = 0.05
 FRAME_S = 0.25
 SILENCE_S = 1.0
-"""A master that has not answered for so long is shown as gone."""
+"""A master without an answer for this long is shown as gone."""
 PLAIN_STEPS = 25
 
 _TOLD = {"NodeReady", "NodeLost", "NodeOrdered", "WorldFormed", "WorldStarted"}
@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _results_folder(keep: Path | None, private: Path) -> Path:
-    """A folder without the traces of another run: the script would go on from its checkpoint."""
+    """A folder without files of another run: the script would go on from its checkpoint."""
     if keep is None:
         keep = private / "results"
     try:
@@ -123,7 +123,7 @@ def _results_folder(keep: Path | None, private: Path) -> Path:
 
 
 async def _run_or_stop(show: "Demo") -> Report | signal.Signals:
-    """The report, or the signal that stopped the demo. Nothing runs any more afterwards."""
+    """The report, or the signal that stopped the demo. Afterwards nothing of the demo runs."""
     task = asyncio.ensure_future(show.run())
     caught: list[signal.Signals] = []
 
@@ -142,7 +142,7 @@ async def _run_or_stop(show: "Demo") -> Report | signal.Signals:
 
 
 class _EndedError(Exception):
-    """The job ended before the demo was through with it."""
+    """The job ended before the demo had done all its kills."""
 
 
 class Demo:
@@ -161,7 +161,7 @@ class Demo:
         self.kills: list[Kill] = []
 
     async def run(self) -> Report:
-        """The whole demo. The job is gone afterwards, whatever happens."""
+        """Run the whole demo. The job is gone afterwards, whatever happens."""
         failure = ""
         watching = asyncio.create_task(self._watch.run())
         drawing = asyncio.create_task(self._draw())
@@ -216,7 +216,7 @@ class Demo:
 
     async def _kill_node(self) -> None:
         await self._calm("soon a node is killed")
-        # Rank 0's: the one that saves, and whose loss hurts most.
+        # Rank 0's agent, because rank 0 saves, and its loss hurts most.
         agent = self._job.agent_of(self._job.workers()[0])
         self._kill(Victim.NODE, "node of rank 0", agent)
         await self._recovered()
@@ -293,7 +293,7 @@ class Demo:
 
     def _heard(self, story: m.Story) -> None:
         if story.kind == "IncidentClosed":
-            # How long it took in all is told from the steps themselves.
+            # The whole time is computed from the steps themselves.
             self._tell(f"stages: {story.text.partition('(')[2].rstrip(')') or story.text}")
         elif story.kind in _TOLD:
             self._tell(story.text)
@@ -305,7 +305,7 @@ class Demo:
             self._console.print(screen.plain(event), markup=False, soft_wrap=True)
 
     async def _draw(self) -> None:
-        """Keep the screen up to date; without one, say now and then how far training is."""
+        """Keep the screen up to date; without a screen, report now and then how far training is."""
         if not self._is_live:
             while True:
                 await asyncio.sleep(FRAME_S)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo's script wrote about its steps, and the check that nothing of it was lost.
+"""The steps that the demo's script wrote, and the check that none of them was lost.
 
-A world that resumes from a checkpoint does the steps after it again. The committed line of steps
-is what remains when those are dropped which a later round did again: it must hold every step once,
-and what was done twice must have come out the same.
+A world that resumes from a checkpoint repeats the steps after it. The committed line has the steps
+that remain when each step that a later round repeated is dropped: it must contain every step once,
+and a repeated step must have had the same result before.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,20 +53,20 @@ class StepFile:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The steps of the model that came out, and what had to be done again on the way."""
+    """The steps of the resulting model, and the steps that were repeated on the way."""
 
     steps: tuple[StepLine, ...]
-    """The committed line, in order."""
+    """The steps of the committed line, in order."""
     redone: dict[int, int]
-    """How many steps of earlier rounds a round did again, by round."""
+    """By round: how many steps of earlier rounds it repeated."""
     worst_difference: float
-    """Between the losses of a step that was done twice."""
+    """The largest difference between the losses of a repeated step."""
     broken: str
-    """Why the curve is not unbroken; empty if it is."""
+    """Why the committed line has a gap or an error; empty if it is whole."""
 
 
 def committed(lines: Iterable[StepLine]) -> Curve:
-    """Drop what was done again, and check what remains."""
+    """Drop the steps that were repeated later, and check the rest."""
     kept: list[StepLine] = []
     redone: dict[int, int] = {}
     worst, broken = 0.0, ""
@@ -91,7 +91,7 @@ def committed(lines: Iterable[StepLine]) -> Curve:
 
 
 def _by_round(lines: Iterable[StepLine]) -> list[StepLine]:
-    """One line for each round and step; a killed rank may have left it to another to write it."""
+    """One line for each round and step; if the usual rank was killed, another one wrote it."""
     first: dict[tuple[int, int], StepLine] = {}
     for line in lines:
         first.setdefault((line.round, line.step), line)
@@ -101,7 +101,7 @@ def _by_round(lines: Iterable[StepLine]) -> list[StepLine]:
 def first_after(
     lines: Iterable[StepLine], moment: float, *, round_above: int = 0
 ) -> StepLine | None:
-    """The first step that was finished after a moment, in a later round than that one."""
+    """The first step finished after `moment`, in a round above `round_above`."""
     later = (line for line in lines if line.round > round_above and line.t > moment)
     return min(later, key=lambda line: line.t, default=None)
 

@@ -37,7 +37,7 @@ DYING_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folders:
-    """Where the job writes."""
+    """The folders that the job writes to."""
 
     private: Path
     """Temporary files of all its processes; removed at the end."""
@@ -66,7 +66,7 @@ def script() -> str:
 
 
 class DemoJob:
-    """`holdfast run` on two local nodes, and what can be known of it from outside."""
+    """`holdfast run` on two local nodes, and what can be observed of it from outside."""
 
     def __init__(self, name: str, folders: Folders, steps: int) -> None:
         self.name = name
@@ -94,13 +94,13 @@ class DemoJob:
                 env=_environment(self.folders.private),
                 # A Ctrl-C is for the demo, which then ends the job in order.
                 start_new_session=True,
-                # Whatever ends the demo ends the launcher, and that ends the rest.
+                # If the demo ends in any way, the launcher ends too, and that ends the rest.
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
     @property
     def exit_code(self) -> int | None:
-        """Of the launcher; None while it runs."""
+        """The exit code of the launcher; None while it runs."""
         return None if self._process is None else self._process.returncode
 
     def read_steps(self) -> None:
@@ -116,7 +116,7 @@ class DemoJob:
         return notes.find(self.name).pid
 
     def agent_of(self, worker_pid: int) -> int:
-        """The agent is the parent of its workers."""
+        """The agent, which is the parent of its workers."""
         return int(psutil.Process(worker_pid).ppid())
 
     def is_warm(self) -> bool:
@@ -128,7 +128,7 @@ class DemoJob:
             return False
 
     async def stop(self) -> None:
-        """End the launcher and whatever of the job should have survived it."""
+        """End the launcher and every process of the job that is left."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             try:
@@ -136,7 +136,7 @@ class DemoJob:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        # The lifeline ends the rest; whoever does not notice within a moment is killed.
+        # The lifeline ends the rest; a process that does not notice within a moment is killed.
         private = str(self.folders.private)
         _, alive = await asyncio.to_thread(psutil.wait_procs, list(_processes(private)), DYING_S)
         for process in alive:
@@ -145,7 +145,7 @@ class DemoJob:
         await asyncio.to_thread(psutil.wait_procs, alive, DYING_S)
 
     def last_words(self) -> str:
-        """The end of what the launcher said."""
+        """The end of the launcher's output."""
         with contextlib.suppress(OSError):
             return "\n".join(self.folders.launcher_log.read_text().splitlines()[-8:])
         return ""
@@ -159,7 +159,7 @@ def kill(pid: int) -> float:
 
 
 def _environment(private: Path) -> dict[str, str]:
-    """Nothing set for other jobs may change this one, and all its temporary files are ours."""
+    """No setting for other jobs may change this one, and all its temporary files are the demo's."""
     own = {"TMPDIR": str(private), "XDG_RUNTIME_DIR": str(runtime_root().parent)}
     foreign = ("PET_", "HOLDFAST_MASTER", "HOLDFAST_TOKEN_FILE")
     return {k: v for k, v in environment().items() if not k.startswith(foreign)} | own
@@ -172,7 +172,7 @@ def _prepared(agent: int) -> int:
 
 
 def _processes(private: str) -> Iterator[psutil.Process]:
-    """Every process that was given the private folder for its temporary files."""
+    """Every process that has the private folder for its temporary files."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get("TMPDIR") == private:
@@ -191,11 +191,11 @@ class Watch:
 
     @property
     def generation(self) -> int:
-        """Of the master that answered last; every new one has a higher one."""
+        """The generation of the master that answered last; every new master has a higher one."""
         return self.view.world.generation if self.view is not None else 0
 
     async def run(self) -> None:
-        """Until cancelled. A master that is away is asked again soon."""
+        """Follow until cancelled. A master that is away is asked again soon."""
         while True:
             with contextlib.suppress(HoldfastError):
                 await self._follow(notes.find(self._job))
@@ -213,7 +213,7 @@ class Watch:
             link.abort()
 
     def opened(self, link: Link) -> None:
-        """Only servers are told."""
+        """Never called: only servers hear of new links."""
 
     def received(self, link: Link, frame: m.Frame) -> None:
         match frame.body:
@@ -223,7 +223,7 @@ class Watch:
             case m.Story():
                 self._on_story(frame.body)
                 if frame.body.kind == "JobFinished":
-                    # The last state of all; the master is gone a moment later.
+                    # The very last state; the master is gone a moment later.
                     link.send(m.Observe(follow=True), 1)
 
     def closed(self, link: Link) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo found out: each kill and how the job went on, and whether all of it held."""
+"""The result of the demo: each kill and how the job went on, and whether every check passed."""
 
 import enum
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from holdfast.cli.demo_curve import Curve, StepLine, committed, first_after, pac
 from holdfast.master.view import IncidentView, JobView
 
 AROUND_S = 1.0
-"""How long after the return of the master a slow step is still held against it."""
+"""How long after the return of the master a slow step still counts as its effect."""
 
 
 class Victim(enum.StrEnum):
@@ -24,7 +24,7 @@ class Victim(enum.StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Kill:
-    """One SIGKILL, and what there was just before it."""
+    """One SIGKILL, and the state of the job just before it."""
 
     victim: Victim
     who: str
@@ -42,7 +42,7 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     killed: str
-    """Which of the three it was; empty if the job itself changed its world."""
+    """The victim among the three; empty if the job itself changed its world."""
     at_s: float
     step: int
     next_step_s: float | None
@@ -52,7 +52,7 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers noticed of the master's death."""
+    """How the master's death affected the workers."""
 
     workers_restarted: int
     slowest_step_s: float
@@ -64,7 +64,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one demo, as --json writes it."""
 
     failure: str
-    """Why the demo failed; empty if everything held."""
+    """Why the demo failed; empty if every check passed."""
     steps: int
     loss_first: float
     loss_last: float
@@ -88,7 +88,7 @@ def make_report(
     kills: Sequence[Kill],
     view: JobView | None,
 ) -> Report:
-    """Put together what was seen; `failure` says what went wrong so far, if anything."""
+    """Put the observations together; `failure` says what has gone wrong so far, if anything."""
     curve = committed(lines)
     incidents = view.progress.incidents if view is not None else ()
     rows = _interruptions(started_at, lines, kills, incidents, curve)
@@ -167,7 +167,7 @@ def _interruptions(
 def _change(
     started_at: float, lines: Sequence[StepLine], note: IncidentView, curve: Curve
 ) -> Interruption | None:
-    """The row of an incident that is no kill: it begins with the last step of the old world."""
+    """The row of an incident without a kill: it begins with the last step of the old world."""
     before = [line for line in lines if line.round <= note.round]
     if not before:
         return None

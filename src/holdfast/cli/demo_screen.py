@@ -18,7 +18,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _AXIS = 6
 """Columns left of the plot, for the numbers of its axis."""
 _BAR = 46
-"""Columns of a bar that stands for the whole time."""
+"""Columns of a bar for the whole time."""
 
 KILL_STYLE = "bold red"
 GOOD_STYLE = "green"
@@ -74,7 +74,7 @@ def _cell(share: float, row: int, height: int) -> str:
 
 
 def _mark_row(places: Sequence[tuple[int, str]], width: int) -> Text:
-    """Each label right of its arrow, or left of it where the next arrow or the edge is near."""
+    """Each label right of its arrow, or left of it if the next arrow or the edge is near."""
     row = [" "] * width
     for column, _ in places:
         row[column] = "▲"
@@ -147,7 +147,7 @@ def _event(event: Event, width: int) -> Text:
 
 
 def plain(event: Event) -> str:
-    """One event where there is no terminal."""
+    """One event, for output without a terminal."""
     return f"{event.at_s:6.1f} s  {event.text}"
 
 
@@ -209,7 +209,7 @@ def _remarks(report: Report) -> list[str]:
 
 
 def _goodput(report: Report) -> Text:
-    """One bar for the whole time, and how much of it went where."""
+    """One bar for the whole time, and the uses it is made of."""
     total_s = sum(report.seconds.values())
     productive = round(report.goodput * _BAR)
     text = Text(f"goodput {report.goodput:.1%} ", style="bold")

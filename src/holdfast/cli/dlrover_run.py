@@ -2,7 +2,7 @@
 """`dlrover-run`: the launch command of jobs written for DLRover, on Holdfast.
 
 It is `holdfast run` with the flags that `dlrover-run` has beyond torchrun's. Each of them has its
-effect, or is accepted and said to have none, or is refused with what to use instead.
+effect, or is accepted and reported as without effect, or is refused with what to use instead.
 """
 
 import sys
@@ -128,7 +128,7 @@ def parse_dlrover_run(
 
 
 def _configure(by_name: dict[str, Answer], environ: Mapping[str, str]) -> None:
-    """What --auto-config stands for; what the user gave wins."""
+    """Apply the settings of --auto-config; the user's own flags win."""
     if "NODE_NUM" in environ:
         by_name.setdefault("nnodes", Answer(environ["NODE_NUM"], "NODE_NUM"))
     by_name.setdefault("nproc-per-node", Answer("auto", "--auto-config"))
@@ -147,7 +147,7 @@ def _check_accelerator(by_name: Mapping[str, Answer]) -> None:
 
 
 def _leave_to_the_master(by_name: dict[str, Answer], ignored: list[Ignored]) -> None:
-    """Where a platform has a master for this node, there is nothing else to choose."""
+    """If a platform has a master for this node, there is nothing else to choose."""
     standalone, master = by_name.get("standalone"), by_name.get("master")
     if standalone is not None and master is not None:
         ignored.append(Ignored(standalone.source, f"{master.source} names the job's master"))

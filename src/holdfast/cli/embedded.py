@@ -28,19 +28,19 @@ from holdfast.runtime.signals import end_signals_held
 from holdfast.runtime.token import make_token
 
 EXIT_JOB_FAILED = 5
-"""How an embedded master says that the job failed, and not that it could not serve."""
+"""Exit code of an embedded master whose job failed; the master itself was able to serve."""
 
 EXIT_BROKE_OFF = 6
-"""How it says that it served, and cannot go on: another one can."""
+"""Exit code of a master that has served, and cannot go on: another one can."""
 
 EXIT_STATE_AWAY = 7
-"""How it says that it served until its state went out of reach, which may pass."""
+"""Exit code of a master that served until its state was out of reach, which may pass."""
 
 EXIT_STATE_SHUT = 8
-"""How it says that it could not begin for that reason."""
+"""Exit code of a master that could not begin for that reason."""
 
 END_FILE = "end.json"
-"""In the state directory: how a failed job ended."""
+"""The file in the state directory that says how a failed job ended."""
 
 END_BYTES_MAX = 16 << 20
 
@@ -48,20 +48,20 @@ DEATHS_MAX = 10
 DEATHS_WINDOW_S = 60.0
 STOP_S = 30.0
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 5.0)
-"""Before each further try with a state that is out of reach; the last again and again."""
+"""The pauses before each further try with a state that is out of reach; the last one repeats."""
 
 SERVED_S = 10.0
-"""A master whose state goes out of reach after this long is the first of a new outage."""
+"""If a master has served for this long before its state is out of reach, it is a new outage."""
 
 REASON_BYTES_MAX = 4096
 REMIND_S = 300.0
-"""How often the same reason is said while a state is out of reach."""
+"""How often the same reason is repeated while a state is out of reach."""
 
 AWAY = "starting it again until it can use its state: the workers go on meanwhile"
 
 
 def is_end_of_job(code: int) -> bool:
-    """Whether a master that exits so has ended the job, or has stopped it (128 + the signal)."""
+    """Whether this exit code means that the job has ended, or was stopped (128 + the signal)."""
     return code in (0, EXIT_JOB_FAILED) or code > 128
 
 
@@ -77,7 +77,7 @@ class EmbeddedMaster:
         self.token_file = state / "token"
         make_token(self.token_file)
         self._say = say
-        # What masters and the agents they launch print; all of them hold the other ends.
+        # Output of masters and the agents they launch; all of them hold the other ends.
         self._out = Stream(None, console.out, "", is_worker=False)
         self._err = Stream(None, console.err, "", (-1, True), is_worker=False)
         self._lifeline, self._our_end = os.pipe2(os.O_CLOEXEC)
@@ -86,9 +86,9 @@ class EmbeddedMaster:
         self.stopped_by: signal.Signals | None = None
         self._tries_until = math.inf
         self._wake = asyncio.Event()
-        # Where a master says why it cannot use its state, as long as it has not served.
+        # Here a master writes why it cannot use its state, until it has served.
         self._reason = os.memfd_create("holdfast-reason", os.MFD_CLOEXEC)
-        #: When each reason was said last.
+        #: When each reason was logged last.
         self._said_at: dict[str, float] = {}
         self._command = [
             *(sys.executable, "-m", "holdfast.cli", "master"),
@@ -98,24 +98,24 @@ class EmbeddedMaster:
         ]
 
     def end(self) -> m.JobEnded:
-        """How the job failed, as its last master wrote it down."""
+        """How the job failed, as its last master wrote it."""
         written = read_private(self._state / END_FILE, END_BYTES_MAX)
         return msgspec.json.decode(written, type=m.JobEnded)
 
     @property
     def pid(self) -> int:
-        """Of the present master; 0 before the first."""
+        """The pid of the present master; 0 before the first."""
         return self._process.pid if self._process is not None else 0
 
     async def run(self) -> int:
-        """The exit code of the last master; StateError if it only ever dies.
+        """Run masters; returns the exit code of the last one. StateError if they only ever die.
 
-        The last is the one that ended the job, or stopped it, or could not begin. Also a job that
-        is to stop needs a master until then: without one no checkpoint reaches storage.
+        The last master is the one that ended the job, or stopped it, or could not begin. A job that
+        must stop needs a master until then too: without one no checkpoint reaches storage.
 
-        Once a master has served, one whose state is out of reach is tried again for as long as it
-        takes: the workers go on meanwhile, or are held by their lease. Once the job is to stop, it
-        is tried for the time that `terminate` leaves.
+        Once a master has served, a master whose state is out of reach is tried again for as long as
+        it takes: the workers go on meanwhile, or are held by their lease. Once the job must stop,
+        the tries end after the time that `terminate` allows.
         """
         loop = asyncio.get_running_loop()
         deaths: deque[float] = deque()
@@ -143,10 +143,11 @@ class EmbeddedMaster:
                 if code == EXIT_STATE_SHUT:
                     self._say(reason, Level.ERROR)
                 return code
-            # A signal may have come before it served; who started the job is then there to stop it.
+            # Even if a signal came before it served: the user who started the job is there to stop
+            # it.
             has_served = True
             if not reason or (is_away and loop.time() - began > SERVED_S):
-                tries = 0  # It has served, and not only until its first word for the journal.
+                tries = 0  # It has served, longer than until its first write to the journal.
             if is_away:
                 self._tell_why(reason, tries, loop.time())
                 if loop.time() >= self._tries_until:
@@ -171,7 +172,8 @@ class EmbeddedMaster:
         return code
 
     def _tell_why(self, reason: str, tries: int, now: float) -> None:
-        """Say why the master cannot go on: first, whenever that changes, and now and then."""
+        """Say why the master cannot go on: at first, whenever the reason changes, and now and
+        then."""
         if tries == 0:
             self._said_at.clear()
             self._say(f"the master was ended: {reason}; {AWAY}", Level.WARNING)
@@ -182,16 +184,16 @@ class EmbeddedMaster:
         self._said_at[reason] = now
 
     async def _pause(self, seconds: float) -> None:
-        """Or until the job is to stop, or this is closed."""
+        """Wait for this time, or until the job must stop, or until this is closed."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), seconds)
         self._wake.clear()
 
     def terminate(self, number: signal.Signals, grace_s: float) -> None:
-        """Have the master stop the job: it goes on with the next launcher on the same state.
+        """Make the master stop the job: it goes on with the next launcher on the same state.
 
-        By SIGTERM, whatever the user sent: a second SIGINT would mean something else. A master that
-        is away meanwhile may come back within `grace_s`.
+        The master gets SIGTERM, whatever signal the user sent: a second SIGINT would mean something
+        else. A master that is away meanwhile may come back within `grace_s`.
         """
         if self.stopped_by is not None:
             return
@@ -202,7 +204,7 @@ class EmbeddedMaster:
             self._process.terminate()
 
     def hurry(self) -> None:
-        """Have the master and every agent that it launched end at once."""
+        """Make the master and every agent that it launched end at once."""
         if not self._is_closed:
             lifeline.hurry(self._our_end)
 
@@ -227,7 +229,7 @@ class EmbeddedMaster:
 async def _ended(process: subprocess.Popen[bytes]) -> int:
     """The exit code of a child, awaited through its pidfd.
 
-    Not asyncio's own subprocesses: those need SIGCHLD, which belongs to the agent in this process.
+    Not asyncio's own subprocesses: these need SIGCHLD, which belongs to the agent in this process.
     """
     if process.returncode is not None:
         return process.returncode

@@ -10,11 +10,11 @@ from holdfast.model.errors import UsageError
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 SUSPEND_S = 900.0
-"""Nodes may take minutes to save, and others to get a machine."""
+"""Nodes may take minutes to save, and resumed ones to get a machine."""
 
 
 def add_parser(commands: Commands, summary: str) -> None:
-    """Declare the command with its own commands."""
+    """Declare the command and its subcommands."""
     parser = commands.add_parser(
         "k8s",
         help=summary,

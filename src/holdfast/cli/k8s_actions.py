@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `holdfast k8s` that speak to a cluster."""
+"""The subcommands of `holdfast k8s` that need a cluster."""
 
 import argparse
 import asyncio
@@ -32,7 +32,7 @@ Action = Callable[[Api, str, argparse.Namespace], Awaitable[int]]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the arguments say; the answer is the exit code."""
+    """Run the subcommand of the arguments; returns the exit code."""
     access = Access.find(arguments.kubeconfig, arguments.context)
     namespace = arguments.namespace or access.namespace
 
@@ -87,7 +87,7 @@ async def _create(api: Api, document: k8s_manifests.Document, namespace: str) ->
 
 
 async def _wait(api: Api, jobs: Sequence[dict[str, Any]], timeout_s: float | None) -> bool:
-    """Whether all of them ended well."""
+    """Wait for the end of all jobs; whether all of them ended well."""
     waits = [_end_of(api, job["namespace"], job["name"], job["uid"]) for job in jobs]
     try:
         async with asyncio.timeout(timeout_s):
@@ -97,7 +97,7 @@ async def _wait(api: Api, jobs: Sequence[dict[str, Any]], timeout_s: float | Non
 
 
 async def _end_of(api: Api, namespace: str, name: str, uid: str) -> bool:
-    """Tells how the job goes until it is over; True if it ended well."""
+    """Print the state of the job until it is over; True if it ended well."""
     async with aclosing(_told(api, namespace, name, uid)) as statuses:
         async for status in statuses:
             if status.get("phase") in FINAL or k8s_show.is_malformed(status):
@@ -108,8 +108,8 @@ async def _end_of(api: Api, namespace: str, name: str, uid: str) -> bool:
 async def _told(
     api: Api, namespace: str, name: str, uid: str
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The job's status, now and whenever it changes, until the job is deleted. Tells people too,
-    each thing once."""
+    """The job's status, now and whenever it changes, until the job is deleted. It also prints each
+    message once."""
     said, is_there = "", False
     one = f"metadata.name={name}"
     changes = follow(api, ELASTICJOBS, namespace, fields=one, say=sayer("k8s"))
@@ -205,7 +205,8 @@ async def _set_suspend(
                 _refuse_if_over(name, status)
                 if k8s_show.is_malformed(status):
                     return 1
-                # Until then the status is about the spec as it was before.
+                # Until the operator or master has seen the new spec, the status is about the old
+                # one.
                 observed = (status.get("observed") or {}).get("generation", meta["generation"])
                 if observed >= meta["generation"] and is_so(status):
                     return 0
@@ -217,7 +218,7 @@ async def _set_suspend(
 
 
 def _is_suspended(status: Mapping[str, Any]) -> bool:
-    """Whether all its nodes have gone."""
+    """Whether all nodes of the job are gone."""
     counts = (status.get("replicaStatuses") or {}).values()
     return status.get("phase") == SUSPENDED and not any(count.get("active") for count in counts)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`holdfast k8s logs`: what a rank of a job prints; with -f over all its pods, one after the other.
+"""`holdfast k8s logs`: the output of a rank; with -f that of all its pods, one after another.
 
-A rank outlives its pods. When one has ended, is gone, or has a successor that runs (its machine may
-be lost without a word), its log is over and the next one's follows, until the job is over.
+A rank outlives its pods. When a pod has ended, is gone, or has a running successor (its machine may
+be lost silently), its log is over and the next pod's log follows, until the job is over.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from holdfast.platforms.kubernetes.watching import Listed, follow
 from holdfast.runtime.observe import Say, sayer
 
 SETTLE_S = 5.0
-"""How long the end of a log and the news that its pod ended, or has a successor, may be apart."""
+"""The longest time between the end of a log and the news that its pod ended or has a successor."""
 LONGEST_PAUSE_S = 30.0
 
 
 async def logs(
     api: Api, namespace: str, job: Mapping[str, Any], arguments: argparse.Namespace
 ) -> int:
-    """Print what the newest pod of the rank has printed; with -f what it and those after it do."""
+    """Print the log of the rank's newest pod; with -f go on, also with the pods after it."""
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
     role = names.MASTER_ROLE if arguments.master else arguments.role
     selector = f"{names.selector(name, role)},{names.NODE_RANK_LABEL}={arguments.rank}"
@@ -61,17 +61,17 @@ def _may_come(job: Mapping[str, Any], role: str, rank: int) -> bool:
 
 
 def _turn(pod: Pod) -> int:
-    """A later pod of a rank has a higher one."""
+    """The pod's place among those of its rank: a later pod has a higher number."""
     return int(pod.metadata.labels.get(names.NODE_ID_LABEL, "0"))
 
 
 class _Printer:
-    """Puts logs on standard output."""
+    """Writes logs to standard output."""
 
     def __init__(self, api: Api, namespace: str, container: str) -> None:
         self._api, self._namespace, self._container = api, namespace, container
         self.last_at = 0.0
-        """When something was printed last, by the loop's clock."""
+        """When it wrote last, by the loop's clock."""
 
     async def print(
         self,
@@ -110,7 +110,7 @@ class _Following:
         self._changed = asyncio.Condition()
 
     async def run(self, selector: str, tail: int | None) -> None:
-        """Until the job is over."""
+        """Follow until the job is over."""
         tasks = [
             asyncio.create_task(doing)
             for doing in (self._print_all(tail), self._watch_pods(selector), self._watch_job())
@@ -158,7 +158,7 @@ class _Following:
         ]
 
     def _is_past(self, turn: int) -> bool:
-        """Whether no more is to be expected of that pod."""
+        """Whether the pod will write nothing more."""
         pod = self._pods.get(turn)
         is_over = pod is None or pods.seen(pod)[0].is_final
         return is_over or self._is_over or bool(self._with_log_after(turn))
@@ -187,7 +187,7 @@ class _Following:
         past = asyncio.create_task(self._until_past(_turn(pod)))
         try:
             await asyncio.wait({printing, past}, return_when=asyncio.FIRST_COMPLETED)
-            # Its last words may be on their way.
+            # The last lines of its log may still be on their way.
             done, _ = await asyncio.wait({printing}, timeout=SETTLE_S)
             for task in done:
                 task.result()

@@ -22,12 +22,12 @@ KINDS = {"ElasticJob": ELASTICJOBS, "ScalePlan": SCALEPLANS}
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One object that a user wants, without mistakes as far as can be told."""
+    """One object that a user wants, without any mistake that can be found here."""
 
     kind: Kind
     obj: Mapping[str, Any]
     title: str
-    """As people call it: "elasticjob/my-job"."""
+    """Its name for people: "elasticjob/my-job"."""
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class Document:
 
     @property
     def namespace(self) -> str:
-        """What the manifest says; empty if nothing."""
+        """The namespace in the manifest; empty if there is none."""
         return str(self.obj["metadata"].get("namespace") or "")
 
 

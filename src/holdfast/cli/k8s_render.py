@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`holdfast k8s render`: every object that a job would have at its start, as YAML.
 
-The operator's and the platform's own functions make them, and the master's core says which nodes
-there are, so that this cannot differ from what happens.
+The operator's and the platform's own functions make the objects, and the master's core decides
+which nodes there are, so that the output cannot differ from what happens.
 """
 
 import argparse
@@ -33,7 +33,7 @@ NOT_SHOWN = "(made by the operator)"
 
 
 def render(arguments: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the objects."""
     bodies: list[Body] = []
     for document in read(arguments.files):
         bodies.append(document.obj)
@@ -51,7 +51,7 @@ def render(arguments: argparse.Namespace) -> int:
 
 
 def _objects_of(job: ElasticJob, default_image: str) -> list[Body]:
-    """What the operator and then the master create."""
+    """The objects that the operator and then the master create."""
     secret = objects.secret(job)
     secret["data"] = dict.fromkeys(secret["data"], NOT_SHOWN)
     claim = objects.claim(job)
@@ -77,7 +77,7 @@ def _nodes(job: ElasticJob) -> Iterator[Body]:
 
 
 def _first_orders(job: ElasticJob) -> Iterator[Order]:
-    """What a master orders that has just begun."""
+    """The first orders of a new master."""
     core = build(job_spec(job, JobSpec()), job.name).core
     for command in core.handle(ev.MasterStarted(), 0.0).commands:
         if isinstance(command, LaunchNode):
@@ -85,7 +85,7 @@ def _first_orders(job: ElasticJob) -> Iterator[Order]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every object out, however often it occurs."""
+    """Writes every object out in full, even if it occurs several times."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

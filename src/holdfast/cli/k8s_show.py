@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs in a cluster as tables: what `holdfast k8s status` prints."""
+"""Jobs in a cluster as tables: the output of `holdfast k8s status`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,7 +50,7 @@ def print_jobs(jobs: Sequence[Obj], namespace: str, *, as_json: bool) -> None:
 
 
 def print_job(job: Obj, pods: Sequence[Pod], events: Sequence[Obj], *, as_json: bool) -> None:
-    """One job: how it stands, its conditions, its pods and what happened last."""
+    """One job: its state, its conditions, its pods and the last events."""
     if as_json:
         print(msgspec.json.encode(job).decode())
         return
@@ -67,13 +67,13 @@ def print_job(job: Obj, pods: Sequence[Pod], events: Sequence[Obj], *, as_json: 
 
 
 def line_of(name: str, status: Obj) -> str:
-    """How a job stands, in one line."""
+    """The state of a job, in one line."""
     text = message_of(status)
     return plain(f"elasticjob/{name} {_phase(status)}" + (f": {text}" if text else ""))
 
 
 def message_of(status: Obj) -> str:
-    """What matters most now, in words."""
+    """The most important message now."""
     malformed = _condition(status, "Malformed")
     if malformed.get("status") == "True":
         return str(malformed.get("message") or "")
@@ -81,13 +81,13 @@ def message_of(status: Obj) -> str:
 
 
 def is_malformed(status: Obj) -> bool:
-    """Whether the job cannot start because of what its manifest says."""
+    """Whether the job cannot start because of its manifest."""
     return _condition(status, "Malformed").get("status") == "True"
 
 
 def _console() -> Console:
     console = Console(highlight=False)
-    # Long names must not be cut where somebody searches for them.
+    # Long names must not be cut where a program searches for them.
     return console if console.is_terminal else Console(highlight=False, width=FILE_WIDTH)
 
 
@@ -129,7 +129,7 @@ def _conditions(conditions: Sequence[Obj]) -> Table:
 
 
 def _pods(pods: Sequence[Pod], *, is_wide: bool) -> Table:
-    """On a narrow terminal what may be long is in one column."""
+    """A table of pods; on a narrow terminal all long values share one column."""
     last = ("relaunches", "host", "message") if is_wide else ("about",)
     table = _table("role", "rank", "pod", "phase", *last)
     ordered = sorted(pods, key=lambda pod: (pod.slot[0], pod.slot[1].zfill(9), pod.metadata.name))
@@ -167,7 +167,7 @@ def _events(events: Sequence[Obj]) -> Table:
 def _table(*headings: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in headings:
-        # A long one takes further lines where the terminal is narrow; nothing is ever cut.
+        # A long value takes further lines where the terminal is narrow; nothing is ever cut.
         table.add_column(heading, no_wrap=heading in _SHORT, overflow="fold")
     return table
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a process are in its log too: its terminal may be gone by then."""
+"""Logs the errors that end a process: its terminal may be gone by then."""
 
 import traceback
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from holdfast.runtime.observe import Level, Say
 
 @contextmanager
 def errors_in(log: Say) -> Iterator[None]:
-    """Write the error that ends the block into `log`; with its traceback if it is none of ours."""
+    """Write the error that ends the block into `log`; with its traceback if it is a bug."""
     try:
         yield
     except HoldfastError as exc:

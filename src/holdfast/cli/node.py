@@ -18,12 +18,12 @@ from holdfast.runtime.signals import EndSignals
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the agent that the launch file describes; who it is, the environment says."""
+    """Run the agent that the launch file describes; its identity is in the environment."""
     options = msgspec.json.decode(
         Path(argv[0]).read_bytes(), type=RunOptions, dec_hook=lambda kind, text: kind(text)
     )
     node = node_settings()
-    # Below the launcher's folder, which goes, or is kept, as a whole.
+    # Below the launcher's folder, which is removed, or kept, as a whole.
     folder = Path(argv[0]).parent / f"node-{node.node_id}"
     folder.mkdir(mode=0o700, exist_ok=True)
     console = Console()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Following a job: what the master tells those who only watch."""
+"""Follows a job: what the master tells observers."""
 
 import asyncio
 import ssl
@@ -40,7 +40,7 @@ async def follow(
     *,
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Hand on every story, over as many masters as the job has. Runs until it is cancelled."""
+    """Pass on every story, over as many masters as the job has. Runs until it is cancelled."""
     while True:
         try:
             follower = Follower(on_story)
@@ -51,7 +51,7 @@ async def follow(
             finally:
                 link.close()
         except HoldfastError:
-            pass  # It is not up yet, or down for a moment: somebody else worries about that.
+            pass  # The master is not up yet, or down for a moment: its launcher deals with that.
         await asyncio.sleep(RETRY_S)
 
 

@@ -72,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    """Until a signal ends it: then the lease is given back, and another operator acts at once."""
+    """Serve until a signal: then the lease is released, and another operator acts at once."""
     try:
         from holdfast.platforms.kubernetes.api import Api
         from holdfast.platforms.kubernetes.config import Access

@@ -30,7 +30,7 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 class HelpfulParser(argparse.ArgumentParser):
-    """Its help ends with examples."""
+    """A parser whose help ends with examples."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,7 +44,7 @@ class HelpfulParser(argparse.ArgumentParser):
 
 
 class Parser(HelpfulParser):
-    """Every mistake is one sentence; a group of commands without a command shows its help."""
+    """Reports every mistake in one sentence; a group without a command shows its help."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see `{self.prog} --help`)")
@@ -52,7 +52,7 @@ class Parser(HelpfulParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Refuses what it does not know: a command's own parser knows best what is near."""
+        """Refuse unknown words here: a command's own parser knows best which names are near."""
         words = list(args or ())
         if self._subparsers is not None:
             if not words:
@@ -76,7 +76,7 @@ class Parser(HelpfulParser):
         raise UsageError(f"{name} is not an option of {self.prog}: did you mean {near}?")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse does, with what was probably meant."""
+        """As in argparse, with a suggestion."""
         choices = [str(choice) for choice in action.choices or ()]
         if not choices or value in choices:
             return

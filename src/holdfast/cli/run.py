@@ -44,7 +44,7 @@ from holdfast.runtime.settings import environment, node_settings
 from holdfast.runtime.signals import EndSignals, Patience, hold_end_signals
 
 STOP_S_MAX = 24 * 3600.0
-"""How long a job that is stopped may bring checkpoints to storage, however slowly."""
+"""How long a stopped job may bring checkpoints to storage, however slowly."""
 
 
 ALONE_NOTE = (
@@ -109,8 +109,8 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
             say = sayer("holdfast", console.err, least=options.log_level, file=log)
             end = _run_and_tell(options, folder, console, say)
     except BaseException as exc:
-        # What led to it may be in the logs only: in those of a master or of workers. The log of
-        # this process alone has what is said below.
+        # The cause may be only in the logs of a master or of workers. The log of this process alone
+        # has nothing beyond the messages below.
         files = [path for path in (folder / "logs").rglob("*") if path.is_file()]
         has_logs = options.log_dir is None and len(files) > 1
         if has_logs and not isinstance(exc, UsageError):
@@ -129,7 +129,7 @@ def main(argv: Sequence[str], parse: Parse = parse_run) -> int:
 
 
 def _log_name(options: RunOptions) -> str:
-    """What this process is to its job. Nodes may share a folder, and two may be on one host."""
+    """The part of this process in its job. Nodes may share a folder, and two may be on one host."""
     if options.local_nodes + options.spare_nodes > 1:
         return "launcher.log"
     if options.master is None:
@@ -141,7 +141,7 @@ def _log_name(options: RunOptions) -> str:
 
 
 def _run_and_tell(options: RunOptions, folder: Path, console: Console, say: Say) -> AgentEnd:
-    """Run the job, and tell in one or two lines what people must know of its begin and end."""
+    """Run the job, and print one or two lines about its beginning and end."""
     for note in options.notes:
         say(note)
     for ignored in options.ignored:
@@ -171,7 +171,7 @@ def _where_logs_are(options: RunOptions, folder: Path) -> str:
 
 
 def _how_it_stops(options: RunOptions, number: signal.Signals, folder: Path) -> str:
-    """One line for a stop, when it is asked for: what is in memory goes to storage first."""
+    """One line for a stop, when it is requested: what is in memory goes to storage first."""
     parts = [f"stopped by {number.name}"]
     if number == signal.SIGINT:
         parts.append("press Ctrl-C again to end at once, without saving")
@@ -183,7 +183,7 @@ def _how_it_stops(options: RunOptions, number: signal.Signals, folder: Path) -> 
 
 
 def _with_terminal(options: RunOptions) -> RunOptions:
-    """Give the terminal to the rank that is to have it."""
+    """Give the terminal to the rank that must have it."""
     rank = options.debug_rank
     if rank is not None and not terminal.is_ours():
         raise UsageError("--debug-rank needs a terminal, and this command in its foreground")
@@ -196,7 +196,7 @@ def _with_terminal(options: RunOptions) -> RunOptions:
         return options
     hangs = NO_HANGS if options.master is None else HANGS_BY_MASTER
     note = ALONE_NOTE if options.debug_rank is None else DEBUG_NOTE.format(rank=rank, hangs=hangs)
-    # At a prompt a worker makes no steps, and it waits for a person.
+    # At a debugger's prompt a worker makes no steps, because it waits for a person.
     hang_after = "off" if options.hang_after == "auto" else options.hang_after
     return replace(options, terminal_rank=rank, hang_after=hang_after, notes=(*options.notes, note))
 
@@ -252,14 +252,14 @@ async def _run_alone(
 def _will_end(agent: Agent, code: int) -> bool:
     """Whether the agent ends by itself when its master has ended with this code.
 
-    The master, or the signal that stopped both, has told it to. Not so if the job had ended before
-    this command was started: then the agent would wait for a master in vain.
+    It does if the master, or the signal that stopped both, has told it to. It does not if the job
+    had ended before this command was started: then the agent would wait for a master in vain.
     """
     return code > 128 or (agent.has_joined and is_end_of_job(code))
 
 
 def _end_by(code: int, master: EmbeddedMaster) -> AgentEnd:
-    """How the job ended, as the exit code of its master says it."""
+    """How the job ended, from the exit code of its master."""
     if code == 0:
         return AgentEnd(0, "", None)
     if code == EXIT_JOB_FAILED:
@@ -302,7 +302,7 @@ async def _run_local_nodes(
         if not ended.done():
             number = stop.result()
             master.terminate(number, options.grace_s)
-            # It ends by itself when its nodes have saved, or get nowhere.
+            # The master ends by itself when its nodes have saved, or make no progress.
             impatient = asyncio.create_task(hurried.wait())
             both = (ended, impatient)
             await asyncio.wait(both, timeout=STOP_S_MAX, return_when=asyncio.FIRST_COMPLETED)

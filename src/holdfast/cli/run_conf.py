@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pairs of --rdzv-conf mean: two of torchrun's keys have an effect here."""
+"""The meaning of the pairs in --rdzv-conf: two of torchrun's keys have an effect here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _WITH_EFFECT = _JOIN_KEYS + _LAST_CALL_KEYS
 
 @dataclass(frozen=True, slots=True)
 class RdzvConf:
-    """The answer to --rdzv-conf."""
+    """The values of --rdzv-conf."""
 
     given: Mapping[str, str]
     join_timeout_s: float
@@ -41,7 +41,7 @@ class RdzvConf:
 
 
 def rdzv_conf(answers: Answers) -> tuple[RdzvConf, list[Ignored]]:
-    """What was given, and which of it has no effect; UsageError for what nobody knows."""
+    """The given values, and those without effect; UsageError for an unknown key."""
     answer = answers.get("rdzv-conf")
     given: dict[str, str] = {}
     ignored: list[Ignored] = []
@@ -72,7 +72,7 @@ def _pair(text: str, source: str) -> tuple[str, str]:
 def _seconds(
     conf: Mapping[str, str], keys: tuple[str, str], *, default: float, zero: bool
 ) -> float:
-    """The value under the first key that is there: the second is an older name."""
+    """The value under the first key that is given: the second is an older name."""
     for key in keys:
         if key in conf:
             return Answer(conf[key], f"--rdzv-conf {key}").seconds(zero=zero)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `holdfast run` accepts: one table of flags, and the answers a user gave to them.
+"""What `holdfast run` accepts: one table of flags, and a user's answers to them.
 
-The table is the only list of flags: the parser, the help and the tests read it. What an answer
-means, and which answers cannot go together, is in run_options.py. Every answer stays text with
-the name of its source until then, so that a mistake is reported under the name the user typed,
-be it a flag or an environment variable.
+The table is the only list of flags: the parser, the help and the tests read it. The meaning of an
+answer, and which answers exclude each other, is in run_options.py. Until then every answer stays
+text with the name of its source, so that a mistake is reported under the name the user typed, be it
+a flag or an environment variable.
 """
 
 import argparse
@@ -28,7 +28,7 @@ class Flag:
     metavar: str
     help: str
     env: str = ""
-    """The environment variable that answers when the command line does not."""
+    """The environment variable that answers if the command line does not."""
     short: str = ""
     also: tuple[str, ...] = ()
     """The prior art's names of that variable, in their order; see `variables`."""
@@ -38,10 +38,10 @@ class Flag:
         return not self.metavar
 
     def variables(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """The variables that answer, the first one that is set.
+        """The variables that answer; the first one that is set wins.
 
-        A platform of ours sets the prior art's names too, for scripts that read them. They say
-        nothing to the agent there: it has our own names, and the master numbers the nodes.
+        Holdfast's platforms set the prior art's names too, for scripts that read them. The agent
+        there ignores these: it has Holdfast's own names, and the master numbers the nodes.
         """
         names = (self.env,) if "HOLDFAST_NODE_ID" in environ else (self.env, *self.also)
         return tuple(name for name in names if environ.get(name))
@@ -50,7 +50,7 @@ class Flag:
 def _shared(
     name: str, metavar: str, help_text: str, short: str = "", also: tuple[str, ...] = ()
 ) -> Flag:
-    """A flag of torchrun's that also reads torchrun's PET_* variable."""
+    """A flag of torchrun that also reads torchrun's PET_* variable."""
     env = TORCHRUN_PREFIX + name.replace("-", "_").upper()
     return Flag(name, metavar, help_text, env, short, also)
 
@@ -276,7 +276,7 @@ FLAGS: Mapping[str, tuple[Flag, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the user said to one flag, and where."""
+    """A user's answer to one flag, and its source."""
 
     text: str
     source: str
@@ -312,7 +312,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Everything the user said, from the command line first and the environment second."""
+    """All answers of a user, from the command line first and the environment second."""
 
     script: str
     script_args: tuple[str, ...]
@@ -388,7 +388,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[Answer], object], str], ...] = (
 
 
 def without_effect(answers: Answers) -> list[Ignored]:
-    """The flags that were given in vain, each with the reason."""
+    """The given flags that have no effect, each with the reason."""
     found: list[Ignored] = []
     for name, check, reason in _WITHOUT_EFFECT:
         if answer := answers.get(name):
@@ -405,7 +405,7 @@ class _Parser(HelpfulParser):
 
 
 Flags = Mapping[str, tuple[Flag, ...]]
-"""By the title under which the help lists them."""
+"""Flags by the title under which the help lists them."""
 
 
 def build_parser(flags: Flags = FLAGS, command: str = "holdfast run") -> HelpfulParser:
@@ -443,7 +443,7 @@ def build_parser(flags: Flags = FLAGS, command: str = "holdfast run") -> Helpful
                 shape |= {"metavar": flag.metavar}
             group.add_argument(*names, help=flag.help, **shape)
             if underscored != dashed:
-                # Not an alias of the first: the help would print every name twice.
+                # Not an alias of the first name: the help would print every name twice.
                 group.add_argument(underscored, help=argparse.SUPPRESS, **shape)
     parser.add_argument("script", help="the script, or with -m the module, to run")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="passed on to the script")
@@ -456,7 +456,7 @@ def read_answers(
     flags: Flags = FLAGS,
     command: str = "holdfast run",
 ) -> Answers:
-    """Collect what the command line and the environment say; `--help` prints and exits."""
+    """Collect the answers of the command line and the environment; `--help` prints and exits."""
     known = [flag for group in flags.values() for flag in group]
     try:
         parsed, unknown = build_parser(flags, command).parse_known_args(list(argv))

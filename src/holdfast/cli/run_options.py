@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of `holdfast run` mean, and which of them cannot go together.
+"""What the options of `holdfast run` mean, and which of them exclude each other.
 
-Commands written for torchrun must run as they are, so its flags are accepted with its meaning;
-where our design has no use for one, the user is told why instead of being left to guess. Nothing
-here looks at the machine or the environment by itself: both are arguments.
+Commands written for torchrun must run unchanged, so its flags are accepted with their meaning; if
+Holdfast's design has no use for one, the user is told why instead of having to guess. Nothing here
+looks at the machine or the environment by itself: both are arguments.
 """
 
 import enum
@@ -33,7 +33,7 @@ from holdfast.runtime.observe import Level
 
 
 class Std(enum.IntFlag):
-    """Which output streams of a worker are meant, in torchrun's numbers."""
+    """A set of a worker's output streams, in torchrun's numbers."""
 
     NONE = 0
     OUT = 1
@@ -77,9 +77,9 @@ class RunOptions:
     """None for a private temporary directory."""
     lease_s: float
     hang_after: str
-    """What `hang_after_s` reads."""
+    """A text for `hang_after_s`."""
     first_step_within: str
-    """What `seconds_or_off` reads."""
+    """A text for `seconds_or_off`."""
     retry_mistakes: bool
     grace_s: float
     spares: bool
@@ -138,7 +138,7 @@ def interpret(
     accelerators: int,
     job_suffix: str = "",
 ) -> RunOptions:
-    """What the answers mean, whichever command they were given to."""
+    """The options for these answers, for any command that takes them."""
     if logs_specs := answers.get("logs-specs"):
         raise UsageError(
             f"{logs_specs.source} {logs_specs.text} is not supported: use --log-dir, --redirects "
@@ -213,7 +213,7 @@ def _options(
 
 
 def resolve_nproc(text: str, cpus: int, accelerators: int) -> int:
-    """The number of workers per node that --nproc-per-node asks for."""
+    """The number of workers per node for this --nproc-per-node."""
     if text == "auto":
         return accelerators or cpus
     if text == "cpu":
@@ -255,7 +255,7 @@ def std_of(choice: Std | Mapping[int, Std], local_rank: int) -> Std:
 def parse_address(text: str, source: str, *, zero: bool = False) -> tuple[str, int]:
     """Split HOST:PORT or [IPV6]:PORT; `source` names the option in the error.
 
-    Port 0, by which the kernel chooses, is for those who listen (`zero`).
+    Port 0, for a port that the kernel chooses, is only for listening addresses (`zero`).
     """
     match = re.fullmatch(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<name>[\w.-]+)):(?P<port>\d{1,5})", text)
     is_good = match is not None and (0 if zero else 1) <= int(match["port"]) < 65536
@@ -300,7 +300,7 @@ def check_script(options: RunOptions) -> None:
 
 
 def check_files(options: RunOptions) -> None:
-    """Refuse files named on the command line that are not there."""
+    """Refuse files named on the command line that do not exist."""
     for name, path in (
         ("--token-file", options.token_file),
         ("--tls-ca", options.tls_ca),
@@ -335,7 +335,7 @@ def _node_counts(answers: Answers, remarks: _Remarks, *, is_launched: bool) -> _
     if asked is not None and most < least:
         if not is_launched:
             raise UsageError(f"{asked.source} {asked.text}: the most is below the fewest")
-        # As in `--nnodes 3:$NODE_NUM`: the platform has fewer nodes than the command is made for.
+        # As in `--nnodes 3:$NODE_NUM`: the platform has fewer nodes than the command asks for.
         remarks.notes.append(f"{asked.source} {asked.text}: the job has {most} nodes, so be it")
         least = most
     if spare and answers.get("local-nodes") is None:
@@ -393,7 +393,7 @@ class _Place(NamedTuple):
 
 
 def _place(answers: Answers, nodes: _NodeCounts, remarks: _Remarks) -> _Place:
-    """Where the master is, and which slot this node has there."""
+    """The master's address, and this node's slot."""
     standalone = answers.is_on("standalone")
     master = _master(answers, nodes, standalone, remarks)
     if master is None and nodes.most > 1 and answers.get("local-nodes") is None:
@@ -461,9 +461,10 @@ _PYTHONS_LEVELS = {"NOTSET": 0, "WARN": 30, "FATAL": 50, "CRITICAL": 50}
 
 
 def dlrover_level(text: str) -> tuple[Level, str]:
-    """What DLROVER_LOG_LEVEL means, which goes to Python's logging: its names and numbers.
+    """The meaning of DLROVER_LOG_LEVEL, which has the names and numbers of Python's logging.
 
-    And a note, if it means nothing: a cluster sets it for other programs, and no job fails by it.
+    It adds a note if the value means nothing: a cluster sets it for other programs, and no job must
+    fail because of it.
     """
     name = text.strip().upper()
     if name in Level.__members__:
@@ -475,7 +476,7 @@ def dlrover_level(text: str) -> tuple[Level, str]:
 
 
 def parse_level(text: str, source: str) -> Level:
-    """What --log-level means; in capitals too."""
+    """The meaning of --log-level; in capitals too."""
     try:
         return Level[text.upper()]
     except KeyError:
@@ -484,7 +485,7 @@ def parse_level(text: str, source: str) -> Level:
 
 
 def hang_after_s(text: str, source: str) -> float | None:
-    """What --hang-after means to a JobSpec; UsageError if it is neither word nor number."""
+    """The value of --hang-after for a JobSpec; UsageError if it is neither word nor number."""
     if text in ("auto", "off"):
         return None if text == "auto" else math.inf
     try:
@@ -516,7 +517,7 @@ def _job_name(answers: Answers, place: _Place, suffix: str) -> str | None:
         stem = "-".join(words)[:40].strip("-") or "job"
         state = answers.path("state")
         if state is not None:
-            # The same for the same directory: its journal belongs to one job.
+            # The same suffix for the same directory, because its journal belongs to one job.
             suffix = f"{zlib.crc32(str(state).encode()) & 0xFFFF:04x}"
         return f"{stem}-{suffix}" if suffix else stem
     if given is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bottom of a terminal: unfinished lines of workers, one row each, and one line of status.
 
-It is taken away before lines are written above it, and drawn again below them.
+The console removes it before it writes lines above it, and draws it again below them.
 """
 
 import re
@@ -27,7 +27,7 @@ _WRAP: Final = b"\x1b[?7h"
 
 
 class Screen:
-    """What stands at the bottom. Text in, bytes for the terminal out."""
+    """The rows at the bottom. Text in, bytes for the terminal out."""
 
     def __init__(self) -> None:
         self._status = b""
@@ -48,7 +48,7 @@ class Screen:
         return rows != before
 
     def clear(self) -> bytes:
-        """Take everything away. The cursor stands where the next line begins."""
+        """Remove all rows. The cursor is then where the next line begins."""
         drawn, self._drawn = self._drawn, 0
         if not drawn:
             return b""
@@ -56,7 +56,7 @@ class Screen:
         return b"\r" + up + b"\x1b[J"
 
     def draw(self, height: int) -> bytes:
-        """Show everything, on a terminal of so many rows; after `clear`, or after whole lines."""
+        """Show all rows, on a terminal of `height` rows; after `clear`, or after whole lines."""
         bars = [_row(row) for slot in sorted(self._rows) for row in self._rows[slot]]
         room = max(1, min(ROWS_MAX, height - 3))
         if len(bars) > room:
@@ -70,7 +70,7 @@ class Screen:
 
 
 def plain(text: bytes) -> bytes:
-    """Without what would change more of a terminal than its colours."""
+    """The text without anything that changes more of a terminal than its colours."""
     # Most text has no such byte, and to look for one takes a twentieth of the time.
     if len(text.translate(None, _CONTROLS)) == len(text):
         return text
@@ -78,6 +78,6 @@ def plain(text: bytes) -> bytes:
 
 
 def _row(row: bytes) -> bytes:
-    """Colours end with the row."""
+    """One row, whose colours end with it."""
     text = plain(row)
     return text + _RESET if b"\x1b" in text else text

@@ -22,13 +22,13 @@ from holdfast.sim.prediction import CORE, RULES, Prediction, faults_of, lost_sha
 from holdfast.sim.traces import TRACE_SERVERS
 
 REPLACE_S = 768.0
-"""ByteRobust, table 7: to get a job's machines anew at 16,384 GPUs."""
+"""ByteRobust, table 7: the time to get a job's machines again at 16,384 GPUs."""
 
 SPARES_SHARE = 0.006
 """Of 10,000 nodes 58 are lost in the worst of a hundred days, so about as many stand ready."""
 
 SWEEP_DAYS_MAX = 7.0
-"""For the curves of a picture; each is several simulations."""
+"""The longest span for the curves of a picture; each is several simulations."""
 
 _WORDS = {
     "checkpoint": "held up by saves",
@@ -37,7 +37,7 @@ _WORDS = {
     "lost": "work done again",
     "slow": "slow machines",
 }
-"""How the table calls uses of time."""
+"""The words of the table for uses of time."""
 
 MEASURED = (
     "Stage times: bench/RESULTS.md, measured on two CPU cores with 2.1 GB of state per node, and "
@@ -46,7 +46,7 @@ MEASURED = (
 
 
 ANY_WIDTH = 10_000
-"""Columns of a terminal that no table is too wide for."""
+"""A terminal width that fits every table."""
 
 
 def add_parser(
@@ -181,7 +181,7 @@ def _stages(words: list[str]) -> dict[str, float]:
 def _curves(
     arguments: argparse.Namespace, cluster: Cluster, policy: Policy, bar: Progress
 ) -> dict[str, picture.Curve]:
-    """Goodput against each knob, the others as asked; by the rules, for a week at most."""
+    """Goodput against each knob, with the other settings as given; by the rules, at most a week."""
     cluster = replace(cluster, span_s=min(cluster.span_s, SWEEP_DAYS_MAX * DAY_S))
     faults = _faults(arguments, cluster)
     knobs = _knobs(cluster)
@@ -197,12 +197,12 @@ def _curves(
 
 
 def _knobs(cluster: Cluster) -> dict[str, list[tuple[float, Cluster]]]:
-    """Settings for each curve, from a quarter to four times what was asked."""
+    """Settings for each curve, from a quarter to four times the given value."""
     factors = (0.25, 0.5, 1.0, 2.0, 4.0)
     saves = [cluster.checkpoint_every_s * factor for factor in factors]
     persists = [cluster.persist_every_s * factor for factor in factors]
     replaces = [cluster.replace_s * factor for factor in factors]
-    # More spares are fewer in reserve, so that the machines and their faults stay the same.
+    # More spares make a smaller reserve, so that the machines and their faults stay the same.
     both = cluster.spares + cluster.reserve
     spares = sorted({min(both, round(max(cluster.spares, 4) * factor)) for factor in (0, *factors)})
     return {
@@ -229,7 +229,7 @@ def _faults(arguments: argparse.Namespace, cluster: Cluster) -> list[Fault]:
 def _json(
     arguments: argparse.Namespace, cluster: Cluster, predictions: Mapping[str, Prediction]
 ) -> bytes:
-    """The asked policy's figures on top; the same seed gives the same bytes."""
+    """The given policy's figures at the top; the same seed gives the same bytes."""
     asked = predictions[arguments.restart]
     others = {name: one.figures for name, one in predictions.items() if one is not asked}
     whole = {
@@ -264,7 +264,7 @@ def _print(
 
 
 def print_cells(console: Console, columns: Mapping[str, Mapping[str, str]]) -> None:
-    """The columns side by side; on a narrow terminal in several tables, and none of them is cut."""
+    """The columns side by side; on a narrow terminal in several tables, so that none is cut."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("", style="dim", no_wrap=True)
     for name in columns:

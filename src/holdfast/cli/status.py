@@ -31,7 +31,7 @@ from holdfast.protocol import messages as m
 NODES_SHOWN = 40
 LOGS_NAMED = 8
 WIDE = 80
-"""From this width on the node table has room for what few people look for."""
+"""From this width on the node table has room for columns that few people need."""
 
 _STAGES = ("detect", "rendezvous", "restart", "restore")
 _STATE_STYLES = {"running": "bold green", "succeeded": "bold green", "failed": "bold red"}
@@ -88,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except RetryableError:
         if arguments.state is None or arguments.follow:
             raise
-        # After the end, and after a crash, this is what people look for in the morning.
+        # After the end, and after a crash, people look for this later.
         show(msgspec.json.encode(view_left(arguments.state)))
         return 0
     http = target.http
@@ -140,7 +140,7 @@ def _print_story(story: m.Story) -> None:
 
 
 def print_view(console: Console, job: JobView, http: str) -> None:
-    """The whole job. Fits into 60 columns: what is long is folded, and nothing is cut."""
+    """The whole job. Fits into 60 columns: long values are folded, and nothing is cut."""
     summary = _summary(job)
     if http:
         summary.add_row("http", f"http://{http}")
@@ -220,7 +220,7 @@ def _world(world: WorldView) -> str:
 
 
 def _checkpoints(view: CheckpointsView) -> str:
-    """Where one directory stands."""
+    """The state of one directory."""
     parts = [f"step {view.committed:,} committed" if view.committed >= 0 else "none committed"]
     if view.writing >= 0:
         parts.append(f"step {view.writing:,} on its way ({plain(view.reason)})")
@@ -231,7 +231,7 @@ def _checkpoints(view: CheckpointsView) -> str:
 
 
 def _not_saved(saving: SavingView) -> str:
-    """How often a node could not save, and why at last."""
+    """How often a node could not save, and the latest reason."""
     times = count(saving.failed_saves, "time")
     return f"{times}, at last step {saving.failed_step:,}: {plain(saving.failed_why)}"
 
@@ -243,7 +243,7 @@ def _spent(seconds: dict[str, float]) -> str:
 
 
 def _node_table(job: JobView, width: int) -> Table:
-    """Use, speed and beat are those of the last beat. The host alone may take a second line."""
+    """Use, speed and beat are those of the last beat. Only the host may take a second line."""
     is_wide = width >= WIDE
     table = Table(box=None, padding=(0, 2 if is_wide else 1, 0, 0), header_style="dim")
     for heading in ("rank", "id", "workers") if is_wide else ("rank",):
@@ -270,7 +270,7 @@ def _node_table(job: JobView, width: int) -> Table:
 
 
 def _part(node: NodeView, world: WorldView) -> str:
-    """What a live node does in the world."""
+    """The part of a live node in the world."""
     if node.phase != "running":
         return ""
     if node.node_rank in world.nodes:
@@ -279,7 +279,7 @@ def _part(node: NodeView, world: WorldView) -> str:
 
 
 def _logs(nodes: tuple[NodeView, ...]) -> list[Text]:
-    """Where the output of the nodes' workers is, each folder once."""
+    """The folders with the output of the nodes' workers, each once."""
     ranks: dict[str, list[int]] = {}
     for node in nodes:
         if node.log_dir:

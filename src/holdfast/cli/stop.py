@@ -50,7 +50,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _why(reason: str) -> str:
-    """The master keeps it: who ended the job is what people ask first."""
+    """The reason with the user's name, which the master keeps: people ask first who ended the
+    job."""
     try:
         who = getpass.getuser()
     except (KeyError, OSError):  # A user without a name, as in many containers.

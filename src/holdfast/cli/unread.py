@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables of torchrun's and the prior art's that are set and that no part of Holdfast reads.
+"""Variables of torchrun and the prior art that are set although no part of Holdfast reads them.
 
-A user who sets one expects something of it. One line at the start names them all, and
-docs/from-dlrover.md says of each what there is instead.
+A user who sets one expects an effect. One line at the start names them all, and
+docs/from-dlrover.md says for each what to use instead.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 PAGE = "docs/from-dlrover.md#variables"
 
 PREFIXES = ("DLROVER_", "XPU_TIMER_", "PET_")
-"""Every variable that begins so, except those that a flag reads."""
+"""Every variable with such a prefix, except those that a flag reads."""
 
 NAMES = frozenset(
     {
@@ -29,21 +29,21 @@ NAMES = frozenset(
 
 
 def unread(environ: Mapping[str, str], read: Iterable[str]) -> list[str]:
-    """Those that are set although nothing reads them; `read` are the names that flags read."""
+    """The variables that are set and never read; `read` are the names that flags read."""
     known = set(read)
     found = [
         name
         for name, value in environ.items()
         if value and name not in known and (name in NAMES or name.startswith(PREFIXES))
     ]
-    # Our platforms set it to true, as the prior art does; to switch it off has no effect.
+    # Holdfast's platforms set it to true, as the prior art does; switching it off has no effect.
     if environ.get("MONITOR_ENABLED", "").lower() in ("false", "0"):
         found.append("MONITOR_ENABLED")
     return sorted(found)
 
 
 def unread_note(environ: Mapping[str, str], read: Iterable[str]) -> list[str]:
-    """The line for the start of a command; none if there is nothing to say."""
+    """The line for the start of a command; none if there is nothing to report."""
     names = unread(environ, read)
     if not names:
         return []

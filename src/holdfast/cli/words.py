@@ -8,7 +8,7 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Seconds in the words of people."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
@@ -19,10 +19,10 @@ def duration(seconds: float) -> str:
 
 
 def speed(per_s: float) -> str:
-    """Steps per second; of slow ones, seconds per step."""
+    """Steps per second; for slow ones, seconds per step."""
     return f"{per_s:.1f} steps/s" if per_s >= 1 else f"{1 / per_s:.1f} s/step"
 
 
 def plain(text: str) -> str:
-    """Text from elsewhere on one line and without anything that a terminal would obey."""
+    """Foreign text on one line and without anything that a terminal would obey."""
     return "".join(char if char.isprintable() else " " for char in text)

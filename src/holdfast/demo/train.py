@@ -155,13 +155,13 @@ class Trainer:
         return loss.detach() / world
 
     def save(self, *, last: bool) -> None:
-        """Keep this step in memory; on storage too when it is due, and the last one."""
+        """Keep this step in memory; on storage too when it is due, and the last step always."""
         self._checkpointer.save(
             self.step, self._model, self._optimizer, to=STORAGE if last else None
         )
 
     def close(self) -> None:
-        """Return when everything that was saved to storage is there."""
+        """Return when every save to storage has arrived."""
         self._checkpointer.wait()
         self._checkpointer.close()
 
@@ -178,7 +178,8 @@ def train(options: argparse.Namespace) -> None:
     is_over = trainer.step >= options.steps and options.until is None
     while not is_over:
         part = trainer.train(data, rank, world)
-        # One message for both: the loss, and how many ranks would stop here. All or none do.
+        # One message for both: the loss, and how many ranks would stop here. All stop, or none
+        # does.
         sums = torch.tensor([part.item(), float(_may_stop(options))])
         dist.all_reduce(sums)
         loss, stoppers = sums.tolist()
@@ -189,7 +190,7 @@ def train(options: argparse.Namespace) -> None:
         if rank == 0 and (is_over or trainer.step % options.save_every == 0):
             print(f"step {trainer.step}: loss {loss:.3f}, world {world}", flush=True)
     trainer.close()
-    # Nobody leaves before all are here, and gloo's threads come to rest.
+    # No rank leaves before all are here, and gloo's threads come to rest.
     dist.barrier()
 
 

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holdfast for TensorFlow: data (holdfast.tensorflow.data). TensorFlow is imported here only."""
+"""Holdfast for TensorFlow: data (holdfast.tensorflow.data). Only this package imports
+TensorFlow."""

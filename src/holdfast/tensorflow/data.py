@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """tf.data on DataShards: batches that count when the training gets them.
 
-tf.data reads ahead in threads of its own, so what its generator has handed out is not what the
-model has seen. `ShardedDataset` keeps that apart: it remembers what every batch is made of, and
-marks that as consumed only when the batch comes out at the other end, in the training loop.
+tf.data reads ahead in its own threads, so the samples that its generator has handed out are not
+those that the model has seen. `ShardedDataset` keeps the two apart: it remembers the origin of
+every batch in the shards, and marks a batch as consumed only when the training loop gets it.
 """
 
 import threading
@@ -41,12 +41,12 @@ class ShardedDataset:
         transform: Callable[..., Any] | None = None,
         prefetch: int = 2,
     ) -> None:
-        """`read` makes a sample of a record number or of a line; of streams and listed shards it
+        """`read` makes a sample of a record number or of a line. For streams and listed shards it
         gets the part, and yields the samples from `part.given` to `part.end`.
 
         `output_signature` describes a sample: a tf.TensorSpec or a structure of them. `transform`
-        gets a whole batch as tensors, as the function of `Dataset.map` does, on several threads.
-        `prefetch`: so many finished batches wait for the training.
+        gets a whole batch as tensors, like the function of `Dataset.map`, on several threads.
+        `prefetch`: the number of finished batches that wait for the training.
         """
         if batch_size < 1:
             raise UsageError(f"a batch has 1 sample at least, not {batch_size}")
@@ -57,12 +57,12 @@ class ShardedDataset:
             self._batches, output_signature=tf.nest.map_structure(_of_batch, output_signature)
         )
         if transform is not None:
-            # In order, because a batch is known by its place in the order.
+            # In order, because a batch is identified by its place in the order.
             dataset = dataset.map(transform, tf.data.AUTOTUNE, deterministic=True)
         self._dataset = dataset.prefetch(prefetch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the epoch. More than one run if something comes back to this worker."""
+        """The batches of the epoch, in more than one run if data come back to this worker."""
         holdings = self.shards.holdings
         epoch = holdings.epoch()
         while holdings.has_more(epoch):
@@ -88,7 +88,7 @@ class ShardedDataset:
             raise run.error
 
     def _batches(self) -> Iterator[Any]:
-        """What tf.data calls, on a thread of its own, to begin a run."""
+        """tf.data calls this, on its own thread, to begin a run."""
         run = self._run
         assert run is not None
         batch: list[Any] = []
@@ -102,7 +102,7 @@ class ShardedDataset:
                     yield self._stacked(batch)
                     batch, claims = [], {}
         except HoldfastError as error:
-            # tf.data would make a text of it. What was read before it is not lost.
+            # tf.data would make a text of it. The samples read before it are not lost.
             run.error = error
         if batch:
             run.drawn.append(list(claims.items()))
@@ -118,13 +118,13 @@ class ShardedDataset:
 
 
 class _Run:
-    """One run of the pipeline through what is there for this worker now."""
+    """One run of the pipeline through the data that this worker can get now."""
 
     def __init__(self, holdings: Holdings, epoch: int) -> None:
         self.drawn: deque[Claims] = deque()
-        """What the batches that are under way are made of, in their order."""
+        """The origins of the batches that are under way, in their order."""
         self.error: HoldfastError | None = None
-        """Why it ended early."""
+        """Why the run ended early."""
         self._holdings, self._epoch, self._term = holdings, epoch, holdings.term
         #: tf.data's thread takes parts until the training leaves, which may be at any moment.
         self._lock = threading.Lock()
@@ -142,19 +142,19 @@ class _Run:
                 if part.is_wanted:
                     self._holdings.share(part, upto)
                 if upto >= part.end < end:
-                    break  # The tail is somebody else's now.
+                    break  # The tail belongs to another worker now.
             if upto == begin:
-                # No line begins in it: no batch will ever speak for this part.
+                # No line begins in this part: no batch would ever report it.
                 self._holdings.finish([(part, part.end)])
 
     def _is_over(self) -> bool:
-        """A run ends when the position jumps: a batch must not be of two positions."""
+        """A run ends when the position jumps: a batch must not mix two positions."""
         return self._is_left or self._term != self._holdings.term
 
     def _next_part(self) -> Part | None:
         if self._is_over():
             return None
-        # Never waits: what it would wait for may be in batches that are not handed out yet.
+        # Never waits: the data it would wait for may be in batches that are not handed out yet.
         part = self._holdings.next_part(self._epoch, wait=False)
         if part is None:
             return None
@@ -167,7 +167,7 @@ class _Run:
             return part
 
     def leave(self) -> None:
-        """What is drawn and not given, and the rest, is for the next run."""
+        """Leave samples without a delivered batch, and the rest, to the next run."""
         with self._lock:
             self._is_left = True
             self._holdings.put_back(part for part in self._parts if part.given < part.end)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLRover's import names on Holdfast. Every module maps to Holdfast's own classes; what is missing
-is refused in one sentence that names docs/from-dlrover.md.
-"""
+"""DLRover's import names on Holdfast. Every module maps to Holdfast's own classes; a missing name
+is refused in one sentence that names docs/from-dlrover.md."""
 
 from dlrover import _refused
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package does not have: one sentence for each, which names the page and what to use."""
+"""The names that this package lacks: one sentence for each, with the page and a replacement."""
 
 import importlib.abc
 import sys
@@ -59,15 +59,15 @@ INSTEAD = {
     ),
     "dlrover": ("Holdfast has nothing of that name", "imports"),
 }
-"""By the beginning of a dotted name: what there is instead, and where the page says so."""
+"""By the beginning of a dotted name: what to use instead, and the section of the page."""
 
 
 class NotInHoldfastError(ImportError, NotImplementedError):
-    """A name, an argument or a method of DLRover's that Holdfast does not have."""
+    """A name, an argument or a method of DLRover that Holdfast does not have."""
 
 
 def sentence(name: str, instead: str = "") -> str:
-    """Why `name` cannot be had, in one sentence."""
+    """Why `name` is not available, in one sentence."""
     beginning = name
     while beginning not in INSTEAD:
         beginning = beginning.rpartition(".")[0] or "dlrover"
@@ -80,7 +80,7 @@ def refuse(name: str, instead: str = "") -> NoReturn:
 
 
 def missing(module: str) -> Callable[[str], object]:
-    """A module's `__getattr__`: names that DLRover's module has and ours has not."""
+    """A module's `__getattr__`, for names of DLRover's module that this one lacks."""
 
     def find(name: str) -> object:
         # Python itself asks modules for names like __path__, and expects an AttributeError.
@@ -92,7 +92,7 @@ def missing(module: str) -> Callable[[str], object]:
 
 
 class Named:
-    """A class of DLRover's: its methods that ours does not have are refused in one sentence."""
+    """A class of DLRover: methods that Holdfast's class lacks are refused in one sentence."""
 
     def __getattr__(self, name: str) -> object:
         # An AttributeError, so that hasattr() and copying still work.
@@ -103,7 +103,7 @@ class Named:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Comes last: it is asked for modules of this package that are not there."""
+    """The last finder: Python asks it for modules of this package that do not exist."""
 
     def find_spec(
         self,
@@ -117,13 +117,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Have missing modules refused in words, once per process."""
+    """Refuse missing modules in words; installed once per process."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 
 
 def refuse_beside_the_real_one() -> None:
-    """Refuse to be imported where DLRover itself is installed: its files have the same names."""
+    """Refuse the import if DLRover itself is installed: its files have the same names."""
     try:
         version = metadata.version("dlrover")
     except metadata.PackageNotFoundError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deletion strategies. The files themselves are Holdfast's to write: a path or an fsspec URL."""
+"""Deletion strategies. Holdfast itself writes the files: to a path or an fsspec URL."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class CheckpointDeletionStrategy:
     """Base of the two below. Holdfast's Checkpointer takes a rule of your own as a function."""
 
     def keep(self) -> KeepLast | KeepEvery:
-        """The same rule as Holdfast says it."""
+        """The same rule in Holdfast's form."""
         _refused.refuse(
             f"{__name__}.CheckpointDeletionStrategy subclass {type(self).__name__}",
             "holdfast.torch.Checkpointer(keep=function) takes a rule of your own",

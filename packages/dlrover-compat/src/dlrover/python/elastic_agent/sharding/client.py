@@ -16,7 +16,7 @@ __getattr__ = _refused.missing(__name__)
 
 @dataclass(frozen=True)
 class Shard:
-    """The records from `start` to before `end`; or, shuffled by record, those listed."""
+    """The records from `start` to before `end`; or, shuffled by record, the listed ones."""
 
     name: str
     start: int
@@ -27,8 +27,8 @@ class Shard:
 class ShardingClient(_refused.Named):
     """Takes shards one by one; a record is done when it is reported.
 
-    At the end of an epoch, what this process has fetched and not reported counts as done when it
-    asks for more: the next epoch begins when this one is over.
+    At the end of an epoch, records that this process has fetched and not reported count as done
+    when it asks for more: the next epoch begins when this one is over.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShardingClient(_refused.Named):
             epochs=num_epochs,
             shuffle=order if shuffle else "none",
         )
-        """Holdfast's own, for what it can do beyond this interface."""
+        """Holdfast's own object, for features beyond this interface."""
         self._pending: deque[Part] = deque()
 
     def fetch_shard(self) -> Shard | None:
@@ -93,9 +93,9 @@ class ShardingClient(_refused.Named):
         err_msg: str = "",
         task_ids: Sequence[int] = (),
     ) -> bool:
-        """So many records are done, in the order in which they were fetched.
+        """Report `batch_size` records as done, in the order in which they were fetched.
 
-        Whether a shard was completed by that. With `err_msg` the rest of the oldest shard has
+        Returns whether that completed a shard. With `err_msg` the rest of the oldest shard has
         failed, and another worker tries it.
         """
         if task_ids:
@@ -119,12 +119,12 @@ class ShardingClient(_refused.Named):
         return is_completed
 
     def get_shard_checkpoint(self) -> str:
-        """Where the data is, in a process on its own."""
+        """The data position, in a process without an agent."""
         self._expect_own("get_shard_checkpoint")
         return json.dumps(self.shards.state_dict())
 
     def restore_shard_from_checkpoint(self, checkpoint: str) -> None:
-        """Go back there."""
+        """Go back to a saved position."""
         self._expect_own("restore_shard_from_checkpoint")
         self._pending.clear()
         self.shards.load_state_dict(json.loads(checkpoint))
@@ -145,7 +145,7 @@ class ShardingClient(_refused.Named):
         return self._size * self._epochs
 
     def close(self) -> None:
-        """Give back what is not done."""
+        """Give back the records that are not done."""
         self.shards.close()
 
     def _expect_own(self, method: str) -> None:

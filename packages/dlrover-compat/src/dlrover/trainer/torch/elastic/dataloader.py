@@ -45,7 +45,7 @@ class ElasticDataLoader(HoldfastLoader[Any]):
         super().__init__(dataset, batch_size, sampler=sampler, **options)
 
     def update_batch_size(self, batch_size: int) -> None:
-        """From the next batch on; on every rank at the same batch."""
+        """Takes effect from the next batch on; call it on every rank at the same batch."""
         self.set_batch_size(batch_size)
 
     def get_batch_size(self) -> int:

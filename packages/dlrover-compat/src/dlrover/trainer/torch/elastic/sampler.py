@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler, with the state that DLRover's has."""
+"""The sampler, with the state of DLRover's sampler."""
 
 import logging
 from typing import Any
@@ -13,19 +13,20 @@ __getattr__ = _refused.missing(__name__)
 
 
 class ElasticDistributedSampler(HoldfastSampler):
-    """Holdfast's sampler, whose position a script may also count itself, in steps."""
+    """Holdfast's sampler; a script may also count the position itself, in steps."""
 
     def state_dict(
         self, iter_step: int | None = None, micro_batch_size: int | None = None
     ) -> dict[str, Any]:
-        """Where the training stands after so many steps of the epoch; without them: by count."""
+        """The position after `iter_step` steps of the epoch; without it, the sampler's own."""
         if iter_step is None or micro_batch_size is None:
             return super().state_dict()
         completed = iter_step * micro_batch_size * self.num_replicas
         return self.facts() | {"epoch": self.epoch, "position": self._within(completed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there. A state of DLRover's has another order of samples, which is said."""
+        """Go on from a state. A state of DLRover has another order of samples: a warning says
+        so."""
         if "completed_num" not in state_dict:
             super().load_state_dict(state_dict)
             return
@@ -41,5 +42,5 @@ class ElasticDistributedSampler(HoldfastSampler):
         super().load_state_dict(self.facts() | state)
 
     def _within(self, completed: int) -> int:
-        """A script may count its steps from the first epoch on."""
+        """The position in its epoch: a script may count its steps from the first epoch on."""
         return completed if completed <= self.length else completed % self.length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer without a fixed global batch; for that Holdfast's own drives the steps."""
+"""The trainer without a fixed global batch; Holdfast's own trainer can keep one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ __getattr__ = _refused.missing(__name__)
 
 
 class ElasticTrainer(_refused.Named):
-    """Counts steps. Holdfast sees a torch optimizer step by itself, so nothing is wrapped."""
+    """Counts steps. Holdfast sees the steps of a torch optimizer, so nothing is wrapped."""
 
     def __init__(self, model: torch.nn.Module, dataloader: object = None) -> None:
         self.model, self.dataloader = model, dataloader
         self.num_steps = 0
 
     def prepare(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> Any:
-        """The optimizer, and the scheduler if there is one, as they are."""
+        """The optimizer, and the scheduler if there is one, unchanged."""
         return optimizer if lr_scheduler is None else (optimizer, lr_scheduler)
 
     @contextmanager

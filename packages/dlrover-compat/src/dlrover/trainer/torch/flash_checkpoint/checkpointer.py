@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all checkpointers have in common."""
+"""The common part of all checkpointers."""
 
 import enum
 import logging
@@ -27,7 +27,7 @@ class StorageType(enum.Enum):
 
 
 class Checkpointer(_refused.Named):
-    """A directory of checkpoints, as every checkpointer here has one."""
+    """A directory of checkpoints, the base of every checkpointer here."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Checkpointer(_refused.Named):
             checkpoint_dir,
             every=None,
             keep=None if deletion_strategy is None else deletion_strategy.keep(),
-            # It counted the nodes that have a state together, ours counts the others.
+            # DLRover counts all nodes that have a state, Holdfast counts only the further ones.
             replicas=max(1, replica_count - 1) if replica_count > 0 else 0,
             slots=3,
             timeout_s=save_timeout,
             **names,
         )
-        """Holdfast's own, for what it can do beyond this interface."""
+        """Holdfast's own object, for features beyond this interface."""
         self._said: set[str] = set()
 
     def wait_latest_checkpoint(self, timeout: float = 1800) -> int | None:
@@ -78,7 +78,7 @@ class Checkpointer(_refused.Named):
 
 
 def tier(storage_type: Any) -> Tier:
-    """Where a save of this type goes."""
+    """The tier for a save of this type."""
     if storage_type not in (StorageType.MEMORY, StorageType.DISK):
         raise ValueError(f"the storage type must be MEMORY or DISK, not {storage_type!r}")
     return MEMORY if storage_type is StorageType.MEMORY else STORAGE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of models that are whole on every rank, or that a script has cut by itself.
+"""Checkpoints of models that are whole on every rank, or that a script has split by itself.
 
-On storage they are as DLRover leaves them: DIR/STEP/rank_0.pt and dlrover_latest.txt.
+On storage they have DLRover's form: DIR/STEP/rank_0.pt and dlrover_latest.txt.
 """
 
 import os

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of FSDP models, and of all others that holdfast.torch.Checkpointer knows.
+"""Checkpoints of FSDP models, and of all others that holdfast.torch.Checkpointer supports.
 
-On storage they are Holdfast's (docs/sharded.md), which serve worlds of every size.
+On storage they have Holdfast's form (docs/sharded.md), which serves worlds of every size.
 """
 
 import os
@@ -18,7 +18,7 @@ __getattr__ = _refused.missing(__name__)
 
 
 class FsdpShardCheckpointer(Checkpointer):
-    """Saves model and optimizer where they live; each rank its share."""
+    """Saves model and optimizer from where they are; each rank saves its share."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class FsdpShardCheckpointer(Checkpointer):
         optimizer: torch.optim.Optimizer | None,
         resume_path: str = "",
     ) -> dict[str, Any]:
-        """Load the newest state in place; what was saved beside it, and its step. {}: none."""
+        """Load the newest state in place; returns the other saved values, and the step. {}:
+        none."""
         if resume_path:
             _refused.refuse(
                 f"{__name__}: resume_path={resume_path!r}",
@@ -65,4 +66,5 @@ class FsdpShardCheckpointer(Checkpointer):
 
 
 class FsdpFullCheckpointer(FsdpShardCheckpointer):
-    """The same: what is on storage serves every number of ranks, so there is no need to gather."""
+    """The same: a checkpoint on storage serves every number of ranks, so gathering is not
+    needed."""
