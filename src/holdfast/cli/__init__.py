@@ -28,8 +28,7 @@ COMMANDS = {
     "sim": "predict the goodput of a cluster: failures, spares, checkpoints and restarts",
     "completion": "print a script that lets the shell complete all of these",
 }
-"""The commands, in the order of `holdfast --help`. Each has a file of the same name with an
-`add_parser`."""
+"""In the order of `holdfast --help`. Each has a file of its name with an `add_parser`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

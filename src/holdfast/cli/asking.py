@@ -192,8 +192,7 @@ async def end(
             await asyncio.sleep(RETRY_S)
             with suppress(RetryableError):
                 async with _asking(target, timeout_s, follow) as (observer, _):
-                    # The decision is in the master's journal: the next one need not be asked to
-                    # stop.
+                    # The decision is in the master's journal: do not ask the next one to stop.
                     word = await _last_word(observer, tell)
                     give_up_at = loop.time() + back_s
         if word is None:

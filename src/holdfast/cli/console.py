@@ -140,8 +140,7 @@ class Console:
             write_all(error, self._drawn())
             self._written(len(data))
         if self._begin_line:
-            # A program that drew on the terminal may have been killed before it showed the cursor
-            # again.
+            # A program that drew here may have been killed before it showed the cursor again.
             write_all(error, _SHOW_CURSOR)
 
     def _drawn(self) -> bytes:

@@ -143,8 +143,7 @@ class EmbeddedMaster:
                 if code == EXIT_STATE_SHUT:
                     self._say(reason, Level.ERROR)
                 return code
-            # Even if a signal came before it served: the user who started the job is there to stop
-            # it.
+            # If a signal ended it before it served, the user is still there to stop the job.
             has_served = True
             if not reason or (is_away and loop.time() - began > SERVED_S):
                 tries = 0  # It has served, longer than until its first write to the journal.
@@ -172,8 +171,7 @@ class EmbeddedMaster:
         return code
 
     def _tell_why(self, reason: str, tries: int, now: float) -> None:
-        """Say why the master cannot go on: at first, whenever the reason changes, and now and
-        then."""
+        """Say why the master cannot go on: at first, on every new reason, and now and then."""
         if tries == 0:
             self._said_at.clear()
             self._say(f"the master was ended: {reason}; {AWAY}", Level.WARNING)

@@ -108,8 +108,7 @@ async def _end_of(api: Api, namespace: str, name: str, uid: str) -> bool:
 async def _told(
     api: Api, namespace: str, name: str, uid: str
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The job's status, now and whenever it changes, until the job is deleted. It also prints each
-    message once."""
+    """The job's status, now and after each change, until its deletion. Prints each message once."""
     said, is_there = "", False
     one = f"metadata.name={name}"
     changes = follow(api, ELASTICJOBS, namespace, fields=one, say=sayer("k8s"))
@@ -205,8 +204,7 @@ async def _set_suspend(
                 _refuse_if_over(name, status)
                 if k8s_show.is_malformed(status):
                     return 1
-                # Until the operator or master has seen the new spec, the status is about the old
-                # one.
+                # Until the job follows the new spec, the status is about the old one.
                 observed = (status.get("observed") or {}).get("generation", meta["generation"])
                 if observed >= meta["generation"] and is_so(status):
                     return 0

@@ -196,7 +196,7 @@ def _with_terminal(options: RunOptions) -> RunOptions:
         return options
     hangs = NO_HANGS if options.master is None else HANGS_BY_MASTER
     note = ALONE_NOTE if options.debug_rank is None else DEBUG_NOTE.format(rank=rank, hangs=hangs)
-    # At a debugger's prompt a worker makes no steps, because it waits for a person.
+    # At a prompt a worker makes no steps, because it waits for a person.
     hang_after = "off" if options.hang_after == "auto" else options.hang_after
     return replace(options, terminal_rank=rank, hang_after=hang_after, notes=(*options.notes, note))
 

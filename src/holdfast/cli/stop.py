@@ -50,8 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _why(reason: str) -> str:
-    """The reason with the user's name, which the master keeps: people ask first who ended the
-    job."""
+    """The reason with the user's name: people ask the master first who ended the job."""
     try:
         who = getpass.getuser()
     except (KeyError, OSError):  # A user without a name, as in many containers.

@@ -178,8 +178,7 @@ def train(options: argparse.Namespace) -> None:
     is_over = trainer.step >= options.steps and options.until is None
     while not is_over:
         part = trainer.train(data, rank, world)
-        # One message for both: the loss, and how many ranks would stop here. All stop, or none
-        # does.
+        # One message for both: the loss, and how many ranks would stop here: all or none do.
         sums = torch.tensor([part.item(), float(_may_stop(options))])
         dist.all_reduce(sums)
         loss, stoppers = sums.tolist()

@@ -142,8 +142,7 @@ class Checkers:
                 if self._relaunches[key] > limit and not self._is_count_lost:
                     self.fail(f"node rank {record.node_rank} relaunched too often")
             case rec.WorldAgreed():
-                # A disk that lies may lose a round that no node heard of: the master agrees on it
-                # again.
+                # A lying disk may lose a round that no node heard of: it is agreed on again.
                 self.rounds = max(self.rounds, record.world.round)
                 self.worlds.agreed(record.world)
                 if record.planned:
@@ -299,8 +298,7 @@ class Checkers:
             self.fail(f"the job failed with budgets left: {end.reason}")
 
     def _check_model(self, newest: Version) -> bool:
-        """Fail if a sample is twice in the model on storage; return whether all samples are in
-        it."""
+        """Fail if the model on storage has a sample twice; whether it has all samples."""
         if newest == NONE:
             return False
         if not self._scenario.samples:

@@ -113,7 +113,6 @@ class Copies:
         return True
 
     async def _give_up(self, version: Version, round_number: int, problem: str) -> None:
-        """Tell the ledger not to wait for this node's copies of this version, or of earlier
-        ones."""
+        """Tell the ledger not to wait for this node's copies of this or an earlier version."""
         failed = c.CopyFailed(DIRECTORY, round_number, version, problem)
         await self._agent.stream.ask(failed, c.Peers)

@@ -78,8 +78,7 @@ class Master:
             self._drivers.say(f"master {text}")
 
     async def come_to_rest(self) -> None:
-        """Wait until everything is on the disk, then check that a replay gives the state in
-        memory."""
+        """Wait until everything is on the disk; a replay must give the state in memory."""
         if self._engine is None:
             return
         await self._engine.driver.drain()

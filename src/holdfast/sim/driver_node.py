@@ -113,8 +113,7 @@ class Node:
             self.process.run(partial(worker.hurt, fault.kind, fault.seconds))
 
     def rot(self) -> Version | None:
-        """A byte in its memory flips. Returns the version it belongs to; None if there was no
-        byte."""
+        """A byte in its memory flips; returns its version, or None if there was no byte."""
         return None if self._arena is None else self._arena.rot()
 
     def terminate(self) -> None:

@@ -315,8 +315,7 @@ class _Drawing:
         return Fault(at_s, machine, cause, SLOW, True, False, slow_s, factor)
 
     def _repair_s(self, at_s: float, together_s: float) -> float:
-        """The time of a repair. Some machines of an outbreak wait for a thing that all of them
-        need."""
+        """The time of a repair. Some machines of an outbreak wait for the same thing."""
         model = self._model
         if together_s and self._random.random() < model.waiting_share:
             return together_s - at_s

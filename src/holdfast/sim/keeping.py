@@ -73,8 +73,7 @@ def _plenty(_memory_dir: Path) -> Room:
 
 
 class MachineArena(Arena):
-    """The arena of one agent process: when the process is killed, its slots stay for the next
-    one."""
+    """The arena of one agent process: if that is killed, its slots stay for the next one."""
 
     def __init__(self, folder: Path, number: int, process: Process) -> None:
         super().__init__(folder, "job", f"agent-{number:04d}", room_in=_plenty)
@@ -159,8 +158,7 @@ class SharedStorage(PosixStorage):
 
     def _require_order(self, path: str) -> None:
         if self._is_broken():
-            # An attempt without a part yet writes the note of the directory's owner, before any
-            # part.
+            # Before its first part, an attempt writes the note of the directory's owner.
             version = self._versions.get(_attempt(path), self._checkers.newest_saved())
             self.refused.add(version)
             # An error that is not retried: a retry in a thread would wait in real time.

@@ -22,8 +22,7 @@ class LedgerChecker:
 
     def __init__(self, shard_size: int) -> None:
         self._shard_size = shard_size
-        #: By lineage: the samples its models had before it began, and the samples of each rank
-        #: since.
+        #: By lineage: samples in its models before it began, and each rank's samples since.
         self._bases: dict[int, list[Extent]] = {}
         self._read: dict[int, defaultdict[int, list[Extent]]] = {}
         #: By version and rank: how much of the rank's reading is in the version.

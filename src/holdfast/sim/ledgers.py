@@ -221,8 +221,7 @@ class LedgerRun(_Words):
     # ---- time -----------------------------------------------------------------------------------
 
     def _settle(self, until_s: float = 0.0) -> None:
-        """Deliver everything under way; then let time pass and play the faults that fall into
-        it."""
+        """Deliver everything under way; then let time pass, with its faults."""
         while True:
             fault = self._next_fault(until_s)
             self._drain(self._random.randrange(self._load.nodes * 4) if fault else -1)
@@ -331,8 +330,7 @@ class LedgerRun(_Words):
                     self._pushed(self._nodes[node_id], command.body)
 
     def _done(self, event: ev.CheckpointRequested) -> None:
-        """Count a node's report as done when the core hears it: the work may be done only just
-        before."""
+        """Count a node's work as done when the core hears of it: perhaps it is done only now."""
         match event.body:
             case c.PartsPersisted():
                 self.checker.written(event.body.attempt, event.body.parts)
@@ -380,8 +378,7 @@ class LedgerRun(_Words):
         self._ask_data(node, d.DatasetOpen(self._round, self._dataset))
 
     def _fetch(self, node: _Node, plan: c.RestorePlan, source: c.Source) -> bool:
-        """Take a part from its source; False if the source's node was just lost: a round
-        follows."""
+        """Take a part from its source; False if its node was just lost and a round follows."""
         key = (plan.version, source.part)
         if source.kind == "storage":
             is_there = plan.version in self.checker.committed

@@ -78,8 +78,7 @@ class Persister:
     async def _write_and_report(self, version: Version, shape: Shape, writing: c.Writing) -> None:
         attempt, parts = writing.attempt, writing.parts
         storage, problem = self._stage.storage, ""
-        # The id that the order was given to: the agent may be lost and admitted as a new node
-        # meanwhile.
+        # The id of the order: meanwhile the agent may be lost and admitted as a new node.
         node_id = self._agent.node_id
         for part in parts:
             with storage.writing(attempt, part, node_id):

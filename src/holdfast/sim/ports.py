@@ -19,8 +19,7 @@ from holdfast.sim.platform import Platform
 
 
 class Disk(MemoryJournal):
-    """The master's journal. The loop decides how long a write takes: see `run_in_executor`
-    there."""
+    """The master's journal. The loop's `run_in_executor` decides how long a write takes."""
 
     def __init__(
         self,

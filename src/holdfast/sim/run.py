@@ -181,8 +181,7 @@ class Simulation:
         self.stage.clock.after(LURK_S, partial(self._spring, fault))
 
     def _moment(self, moment: str) -> None:
-        """Release the faults that wait for this moment: its consequences are under way for some
-        ms."""
+        """Release the faults of this moment: its consequences are under way for milliseconds."""
         for fault in [one for one in self._lurking if one.when == moment]:
             pause_s = self._rng.choice((0.0, 0.01, 0.1)) * self._rng.random()
             self.stage.clock.after(pause_s, partial(self._spring, fault))

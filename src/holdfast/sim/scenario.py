@@ -210,8 +210,7 @@ def from_seed(seed: int) -> Scenario:
     kinds = rng.sample(KINDS, rng.randint(1, 6))
     faults: list[Fault] = []
     for _ in range(rng.randint(1, 10)):
-        # Faults come in bursts: a fault that is harmless alone then hits while another is under
-        # way.
+        # Faults come in bursts: a harmless fault then hits while another is under way.
         near = rng.choice(faults).at if faults and rng.random() < 0.5 else None
         faults.append(_fault(rng, rng.choice(kinds), near, scenario.length_s(), moments))
     faults.sort(key=lambda fault: fault.at)

@@ -48,8 +48,7 @@ class Job:
         self.agreed: set[int] = set()
         """Rounds that are on the master's disk."""
         self.counted = 0
-        #: By generation and step: the ranks that have reached it, and whether each has nothing
-        #: left.
+        #: By generation and step: the ranks there, and whether each has nothing left to do.
         self._meetings: dict[tuple[int, int], tuple[dict[int, bool], asyncio.Event]] = {}
         self._broken: set[int] = set()
         self._asked: Counter[int] = Counter()
@@ -62,8 +61,7 @@ class Job:
         self.checkers.world_received(place, number, run)
 
     async def meet(self, run: m.RunWorld, rank: int, step: int, *, is_finished: bool) -> bool:
-        """Wait for all ranks: a step ends when all have reached its end, and never without one of
-        them.
+        """Wait for all ranks: a step ends when all have reached its end, and only then.
 
         Returns whether all of them are finished.
         """
@@ -213,8 +211,7 @@ class Script:
         return is_finished
 
     def _count_step(self) -> None:
-        """Have the step counted while training goes on, unless the last request is still under
-        way."""
+        """Have the step counted while training goes on, one request at a time."""
         if self._count is not None and not self._count.done():
             return
 
@@ -289,8 +286,7 @@ class Script:
                 elif not keeping.is_whole(data, version, opened.part):
                     self._checkers.fail(f"{opened.part} of {version} is restored with wrong bytes")
         except (RejectedError, StateError) as exc:
-            # One of several parts is not available; or another rank found it bad, and it was
-            # dropped.
+            # A part is not available; or another rank found it bad, and it was dropped.
             await self._ask(c.PartsClose(DIRECTORY, self._local_rank, tuple(bad)), m.Done)
             raise RejectedError(str(exc)) from exc
         await self._ask(c.PartsClose(DIRECTORY, self._local_rank, tuple(bad)), m.Done)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storage that all nodes share: what attempts have written, and which checkpoints have
-names."""
+"""The storage that all nodes share: the files of attempts, and the named checkpoints."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

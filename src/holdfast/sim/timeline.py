@@ -85,8 +85,7 @@ class Timeline:
             position -= 1
 
     def seconds(self) -> dict[str, float]:
-        """How the time was spent. Productive time counts only as far as it was work at full
-        speed."""
+        """How the time was spent. Productive time counts only as far as it was at full speed."""
         spent = dict.fromkeys([*map(str, Use), SLOW, FEWER], 0.0)
         for span in self.spans:
             took_s = span.end_s - span.start_s

@@ -158,8 +158,7 @@ class Vault:
                 del self._memory.copies[key]
 
     async def open(self, version: Version, parts: Iterable[str]) -> bool:
-        """Bring parts here; False if one is not available, which is remembered for the next
-        turn."""
+        """Bring parts here; False if one is not available: the next turn reports it."""
         known: dict[str, c.Source] = {}
         if self._plan is not None and self._plan.version == version:
             known = {source.asked: source for source in self._plan.sources}

@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holdfast for TensorFlow: data (holdfast.tensorflow.data). Only this package imports
-TensorFlow."""
+"""Holdfast for TensorFlow: data (holdfast.tensorflow.data). TensorFlow is imported only here."""

@@ -55,8 +55,7 @@ class LoadedFiles:
         return self._files[name].file(name)
 
     def open(self, part: str) -> OpenPart:
-        """One more part. It may fail here, though all ranks agreed: better ask for it in
-        `load_files`."""
+        """One more part. It may fail, though all ranks agreed: better ask in `load_files`."""
         return self._parts.open([part])[part]
 
     def close(self) -> None:

@@ -48,8 +48,7 @@ class Followers:
 
     @property
     def has_any(self) -> bool:
-        """Whether positions go with the commits. A process without an agent has them in its
-        state."""
+        """Whether positions go with the commits. Without an agent they are in the saved state."""
         return bool(self._sources) and not self._is_alone
 
     def marks(self) -> Marks | None:

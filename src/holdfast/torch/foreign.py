@@ -59,8 +59,7 @@ def refuse_dlrover(series: Series, wanted: int | None) -> None:
 
 
 def without_wrapper(saved: Any, live: object) -> Any:
-    """A state dict with the names of the bare model: if it was saved from DDP, all its names begin
-    with "module."."""
+    """A state dict with the names of the bare model: names saved from DDP begin with "module."."""
     bare = state.unwrapped(live)
     if not isinstance(saved, dict) or not isinstance(bare, torch.nn.Module):
         return saved

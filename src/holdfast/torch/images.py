@@ -42,8 +42,7 @@ _SAFETENSORS_DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
-"""The dtypes with a name in safetensors. Others are stored as plain bytes; Holdfast's index has
-their dtype."""
+"""The dtypes that safetensors names. Others are plain bytes, with the dtype in Holdfast's index."""
 
 
 @dataclass(frozen=True, slots=True)

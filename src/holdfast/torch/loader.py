@@ -143,8 +143,7 @@ class ElasticDataLoader(Generic[Batch]):
         return {"sampler": self.sampler.state_dict(), "tuned": dict(self._tuned)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state was saved. Settings that were not changed stay as the script has
-        them."""
+        """Go on where a state was saved. Other settings stay as the script has them."""
         self.sampler.load_state_dict(state_dict["sampler"])
         if "batch_size" in state_dict["tuned"]:
             self.set_batch_size(state_dict["tuned"]["batch_size"])

@@ -61,8 +61,7 @@ class MappedSlots:
         self._faulting.append(_Faulting(slots, self._may_touch))
 
     def untouched(self) -> tuple[str, ...]:
-        """The slots that `touch` has not finished: a copy to one of them takes ten times as
-        long."""
+        """The slots that `touch` has not finished: a copy to one takes ten times as long."""
         return tuple(str(path) for faulting in self._faulting for path in faulting.left)
 
     def pause(self) -> None:

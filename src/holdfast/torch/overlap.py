@@ -158,8 +158,7 @@ class Gate:
         self._watched: weakref.WeakSet[torch.nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
 
     def watch(self, objects: Iterable[torch.nn.Module | torch.optim.Optimizer]) -> None:
-        """Wait before every optimizer's step in this process and before loads into these
-        objects."""
+        """Wait before every optimizer's step in this process and loads into these objects."""
         if not self._handles:
             self._handles.append(register_optimizer_step_pre_hook(self._before))
         for item in objects:

@@ -41,8 +41,7 @@ class Copy:
 def overlap(
     first: tuple[Lengths, Lengths], second: tuple[Lengths, Lengths]
 ) -> tuple[Lengths, Lengths] | None:
-    """Offsets and lengths of the box that two boxes (offsets, sizes) share; None if there is
-    none."""
+    """Offsets and lengths of the overlap of two boxes (offsets, sizes); None if there is none."""
     begins = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
     ends = tuple(
         min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True)

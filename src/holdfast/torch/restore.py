@@ -101,8 +101,7 @@ class Parts:
         return {name: self._open[name] for name in names}
 
     def take(self, tasks: Sequence[Task] = ()) -> None:
-        """Copy out of the opened parts. Without tasks: check that the bytes are still the saved
-        ones.
+        """Copy out of the opened parts. Without tasks: check that the bytes are still the same.
 
         StateError: the bytes are not those that were saved. The digest comes with the copy.
         """

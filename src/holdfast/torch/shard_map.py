@@ -159,8 +159,7 @@ def lay_out(declarations: Sequence[Declaration], blob_of: BlobOf) -> Layout:
         items.append(own)
         end = aligned(own[-1].offset + own[-1].length) if own else 0
         for name, length in declaration.values.items():
-            # The lowest rank with the value stores it: mostly rank 0, which may then change its
-            # size.
+            # The lowest rank with it stores it: mostly rank 0, which may then change its size.
             if name not in values:
                 values[name] = ValueRoom(rank, end, length)
                 end = aligned(end + length)

@@ -77,8 +77,7 @@ class RankIndex(Struct, frozen=True):
     kind: str
     world_size: int
     tree: Any
-    """The rank's own state ("own") and the values of the shared state without tensors
-    ("values")."""
+    """The rank's own state ("own") and the shared state's values that are no tensors ("values")."""
     tensors: tuple[Entry, ...]
     """The tensors of that tree, in rank-NNNNN.safetensors."""
     chunks: dict[str, SavedTensor]

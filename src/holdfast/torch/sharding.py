@@ -31,8 +31,7 @@ def _is_sharded(one: object) -> bool:
 
 
 def is_fsdp1(module: Module) -> bool:
-    """FSDP1 keeps parameters as slices of flat tensors: its state is always a copy, never
-    shared."""
+    """FSDP1 keeps parameters as slices of flat tensors: its state is always a copy."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(
         isinstance(one, fsdp.FullyShardedDataParallel) for one in module.modules()

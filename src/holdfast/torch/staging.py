@@ -33,8 +33,7 @@ class Staged(Protocol):
         """Host copies, to be run by the caller, in any thread."""
 
     def hold_back_changes(self) -> None:
-        """Before tensors change: make work queued on the accelerator from now on wait for the
-        copies."""
+        """Before tensors change: later work on the accelerator must wait for the copies."""
 
     def finish(self) -> None:
         """Wait until all copies of the accelerator are in host memory."""

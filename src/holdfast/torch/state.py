@@ -202,8 +202,7 @@ class Flattener:
         )
 
     def _stateful(self, value: Stateful, path: Path) -> Tree:
-        """The state of a live object. Values that only optimizer.step() changes may be copied
-        late."""
+        """The state of a live object. What only optimizer.step() changes may be copied late."""
         before = self._late
         if isinstance(value, torch.nn.Module):
             self._late = frozenset(

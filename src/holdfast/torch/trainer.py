@@ -84,8 +84,7 @@ class ElasticTrainer(Generic[Batch]):
                     "a step was left before all its batches were through backward(): "
                     "go through all of them before the next step"
                 )
-            # Even if the optimizer has not made it (a scaler may skip a step), its samples are used
-            # up.
+            # Even if the optimizer has not made it (a scaler may skip one), its samples are used.
             self._count()
 
     def backward(self, loss: torch.Tensor) -> None:

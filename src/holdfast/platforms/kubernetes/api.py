@@ -218,8 +218,7 @@ class Api:
         uid: str = "",
         grace_s: int | None = None,
     ) -> None:
-        """Delete an object; no error if there is none, or if, with `uid`, it is a new one by
-        now."""
+        """Delete an object; no error if it is gone, or, with `uid`, replaced by a new one."""
         body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
             body["preconditions"] = {"uid": uid}

@@ -204,8 +204,7 @@ class KubernetesDesk:
                 continue
             self._asked.update(dict.fromkeys(asked.waits_for, asked))
             if not batch:
-                # Runs when `follow` waits for the server again: the whole listing has arrived by
-                # then.
+                # Runs when `follow` waits for the server again: the whole listing is here by then.
                 self._loop.call_soon(take)
             batch.append(plan)
 

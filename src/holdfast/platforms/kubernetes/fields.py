@@ -54,8 +54,7 @@ class Fields:
         self._problems.append(Problem(self._at(name), text, fatal=False))
 
     def rest(self) -> None:
-        """Note every field that no reader has taken: it has no effect, which its author did not
-        want."""
+        """Note every field that no reader has taken: it has no effect, and its author meant one."""
         for name in self._values:
             if name not in self._taken:
                 self.problem(str(name), f"unknown field{suggestion(str(name), self._taken)}")

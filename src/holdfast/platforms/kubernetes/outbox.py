@@ -10,8 +10,7 @@ from holdfast.runtime.observe import Level, Say
 
 FORBIDDEN = 403
 FORBIDDEN_TRIES = 6
-"""A server that has just started may forbid at first what it allows later; without the right it
-forbids forever."""
+"""A server that has just started may forbid what it allows later; a missing right stays missing."""
 
 Write = Callable[[], Awaitable[None]]
 

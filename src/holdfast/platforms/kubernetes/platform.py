@@ -120,8 +120,7 @@ class KubernetesPlatform:
     # ---- what is seen ----------------------------------------------------------------------------
 
     def _follow_from_a_listing(self) -> None:
-        """Begin to follow, or go on with a new connection; pods that went meanwhile are
-        reported."""
+        """Begin to follow, or go on with a new connection, and report pods that went meanwhile."""
         self._stop_following()
         self._known.update(self._pods)
         self._pods.clear()
@@ -268,8 +267,7 @@ class KubernetesPlatform:
             self._see(order.node_id, Phase.FAILED, ExitReason.ERROR, str(exc))
         except Refusal as exc:
             if exc.status == FORBIDDEN or isinstance(exc, NotFound):
-                # A missing quota, right, priority class or namespace: people can provide it at any
-                # time.
+                # People can add a missing quota, right, priority class or namespace at any time.
                 self._see(order.node_id, Phase.PENDING, None, f"its pod cannot be made yet: {exc}")
                 return False
             why = f"its pod cannot be made: {exc}"

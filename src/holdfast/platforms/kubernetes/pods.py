@@ -163,8 +163,7 @@ class Pod(_Camel, frozen=True):
 
     @property
     def is_held_up(self) -> bool:
-        """Whether its node has ended and a sidecar runs on forever, with all that the pod
-        reserves."""
+        """Whether its node has ended and a sidecar runs on, with all that the pod reserves."""
         others = [state for state in self.status.container_statuses if state is not self.main()]
         return self.main().state.terminated is not None and any(
             other.state.terminated is None for other in others

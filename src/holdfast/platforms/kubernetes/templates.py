@@ -17,8 +17,7 @@ MAIN = "main"
 
 
 def main_container(template: Mapping[str, Any]) -> int | None:
-    """Which container is the node: the only one, or the one called "main"; None if there is
-    none."""
+    """Which container is the node: the only one, or the one called "main"; else None."""
     spec = template.get("spec")
     containers = spec.get("containers") if isinstance(spec, Mapping) else None
     if not isinstance(containers, list):

@@ -95,8 +95,7 @@ async def follow(
 
 
 def _compare(known: dict[Name, Seen[T]], listing: Listing[T]) -> list[Seen[T]]:
-    """What a list reports: first the objects that are gone, then all that exist. Updates
-    `known`."""
+    """What a list reports: first the objects that are gone, then the others. Updates `known`."""
     there = [Seen(obj, meta) for obj, meta in zip(listing.items, listing.metas, strict=True)]
     # By uid: another object of the same name may have taken its place.
     uids = {seen.meta.uid for seen in there}

@@ -240,7 +240,6 @@ def _write(file: int, birth: bytes) -> None:
 
 
 def _forget(path: Path) -> None:
-    """Remove a birth; if that fails, overwrite it so that it names no process to the next
-    master."""
+    """Remove a birth, or overwrite it so that it names no process to the next master."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

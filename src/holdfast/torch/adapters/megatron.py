@@ -20,8 +20,7 @@ from holdfast.torch.zip_image import memory_file
 
 
 def model_file(tensor: int, pipeline: int | None = None, expert: int | None = None) -> str:
-    """The file of a place in the model; `pipeline`, `expert` only if the model is split that
-    way."""
+    """The file of a place in the model; `pipeline`, `expert` only if the model is split so."""
     return f"{_place(tensor, pipeline, expert)}/model_optim_rng.pt"
 
 

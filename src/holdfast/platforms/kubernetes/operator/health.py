@@ -53,8 +53,7 @@ class Health:
         )
 
     def _missing(self) -> list[str]:
-        """What this operator has not seen yet and needs to be of use; empty if nothing is
-        missing."""
+        """What this operator must still see to be of use; empty if nothing is missing."""
         if not self._leadership.leads:
             return [] if self._leadership.knows_leader else ["the lease"]
         return ["the jobs"] if self.operator is None else self.operator.unlisted()

@@ -197,8 +197,7 @@ class Leadership:
                 return
 
     async def _look(self) -> None:
-        """Read the lease after a failed write: the write may have worked, and its answer was
-        lost."""
+        """Read the lease after a failed write, which may have worked without an answer."""
         try:
             self._see(await self._api.get(LEASES, LEASE, self._namespace, type=Lease))
         except NotFound:

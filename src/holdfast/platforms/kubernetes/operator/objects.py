@@ -129,8 +129,7 @@ def master_rules(job_name: str) -> list[Body]:
 def master_pod(
     job: ElasticJob, number: int, *, default_image: str, errors: int, quick_losses: int
 ) -> Body:
-    """The pod of the master with this number: the user's template if there is one, and
-    additions."""
+    """The pod of the master with this number, made from the user's template if there is one."""
     template = _template(job)
     metadata, spec = template["metadata"], template["spec"]
     main = _put_master(job, template, default_image)
@@ -140,8 +139,7 @@ def master_pod(
     if job.master is not None and job.master.priority in ("high", "low"):
         spec.setdefault("priorityClassName", job.master.priority)
     spec["restartPolicy"] = "Never"  # The operator decides about the next one.
-    # The master's rights go to this account alone: a user who creates a job must not choose
-    # another.
+    # This account alone has the master's rights: a user who creates a job must not choose one.
     spec["serviceAccountName"] = names.master_name(job.name)
     spec.pop("serviceAccount", None)
     labels = {**(metadata.get("labels") or {}), **master_labels(job)}

@@ -25,8 +25,7 @@ class ElasticDistributedSampler(HoldfastSampler):
         return self.facts() | {"epoch": self.epoch, "position": self._within(completed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state. A state of DLRover has another order of samples: a warning says
-        so."""
+        """Go on from a state. It warns that a state of DLRover has another order of samples."""
         if "completed_num" not in state_dict:
             super().load_state_dict(state_dict)
             return

@@ -54,8 +54,7 @@ class FsdpShardCheckpointer(Checkpointer):
         optimizer: torch.optim.Optimizer | None,
         resume_path: str = "",
     ) -> dict[str, Any]:
-        """Load the newest state in place; returns the other saved values, and the step. {}:
-        none."""
+        """Load the newest state in place; returns other saved values and the step. {}: none."""
         if resume_path:
             _refused.refuse(
                 f"{__name__}: resume_path={resume_path!r}",
@@ -66,5 +65,4 @@ class FsdpShardCheckpointer(Checkpointer):
 
 
 class FsdpFullCheckpointer(FsdpShardCheckpointer):
-    """The same: a checkpoint on storage serves every number of ranks, so gathering is not
-    needed."""
+    """The same: a checkpoint on storage serves any number of ranks without gathering."""
