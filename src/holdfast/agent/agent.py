@@ -35,16 +35,18 @@ FAREWELL_S = 2.0
 """How long a leaving agent waits for the master to take note."""
 
 PARTING_S = 10.0
-"""The same at the end of the job: a master that was killed meanwhile is back within seconds, and
-waits for this node's word."""
+"""The same wait at the end of the job. It is longer, because a master that was killed meanwhile is
+back within seconds and waits for this node's report."""
 
 END_S = 300.0
-"""At the end of the job checkpoints in memory go to storage; for so long nothing may get there."""
+"""At the end of the job the agent brings checkpoints from memory to storage. It gives up when
+nothing has reached storage for this long."""
 
 FLUSH_S_MAX = 24 * 3600.0
 
 FLUSH_S_MIN = 5.0
-"""What checkpoints in memory get to reach storage, even if the workers used up all the grace."""
+"""The least time that the agent gives checkpoints in memory to reach storage, even if the workers
+used up all the grace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +64,14 @@ class AgentSettings:
     node_id: int
     """-1: no platform launched this node."""
     topology: str
-    """Where the node stands; empty if nobody said."""
+    """Where the node stands; empty if unknown."""
     runtime_dir: Path
     """Private folder for the socket."""
     grace_s: float
     """Between SIGTERM and SIGKILL of a worker."""
     leave_s: float = 0.0
-    """How long this node may take to leave, with what it brings to storage; 0 for `grace_s`."""
+    """How long this node may take to leave, including what it brings to storage; 0 means
+    `grace_s`."""
     spares: bool
     excluded_roots: tuple[str, ...]
     first_contact_s: float
@@ -87,7 +90,7 @@ class AgentPorts:
     monotonic: Callable[[], float] = time.monotonic
     """The clock of the progress cells."""
     uniform: Callable[[float, float], float] = random.uniform
-    """Chance, so that many agents do not do the same at once."""
+    """A random number between two bounds, so that many agents do not do the same at once."""
 
 
 REAL = AgentPorts()
@@ -116,12 +119,12 @@ class Agent:
         self._old_port: ReservedPort | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._errands: set[asyncio.Task[None]] = set()
-        #: When the last step of the round before finished here.
+        #: When the last step of the previous round finished on this node.
         self._last_step_at: float | None = None
         self._leaves_by, self._unreported = 0.0, 0
         self._all_reported = asyncio.Event()
         self._has_parted = False
-        #: Why what was in memory may not be on storage.
+        #: Why something that was in memory may be missing on storage; empty if nothing is.
         self._doubt = ""
         self._end: asyncio.Future[AgentEnd] = self._loop.create_future()
         #: Set once the job is known to have ended well while this agent was saying farewell.
@@ -168,7 +171,7 @@ class Agent:
 
     @property
     def has_joined(self) -> bool:
-        """Whether a master has ever taken this agent."""
+        """Whether a master has ever accepted this agent."""
         return self._stream.has_attached
 
     async def run(self) -> AgentEnd:
@@ -200,10 +203,11 @@ class Agent:
     def shut_down(
         self, reason: str, exit_code: int, *, with_job: bool = False, at_once: bool = False
     ) -> None:
-        """Leave the job: workers end with grace, the master is told.
+        """Leave the job: the workers end with grace, and the agent tells the master.
 
-        At the end if the whole job stops with this node: the others need not go on without it, and
-        unless a platform kills it soon, what is in memory has all the time that it needs.
+        With `with_job` the whole job stops with this node, so the other nodes need not go on
+        without it. What is in memory then has all the time that it needs, unless a platform kills
+        this node soon (`leave_s`).
         """
         settings = self._settings
         if not self._core.is_leaving:  # Asked again: the grace is given once.
@@ -241,7 +245,7 @@ class Agent:
                 self._run(self._report_done(done))
             case ev.Report():
                 if isinstance(command.body, m.Leave):
-                    # Not after it: a node that has left is no node of the job.
+                    # `Parting` goes first: a node that has left is no longer a node of the job.
                     self._part()
                 self._report(command.body)
             case ev.Flush():
@@ -382,7 +386,7 @@ class Agent:
     def _part(self) -> None:
         if not self._has_parted:
             self._has_parted = True
-            # From now on others may commit what this node has written.
+            # From now on other nodes may commit what this node has written.
             self._vault.left()
             self._report(m.Parting(self._doubt))
 
@@ -404,10 +408,11 @@ class Agent:
         self._stream.call(body, answered)
 
     async def _report_done(self, done: m.WorkersDone) -> None:
-        """The job may end after this: what must be on storage gets there first."""
+        """Bring checkpoints to storage before the report: the job may end once the master has
+        it."""
         await self._vault.settle()
         await _flush(self._vault, math.inf, self._say)
-        # Workers may end well because SIGTERM told them to, as it tells this agent to go.
+        # Workers may end with success because of a SIGTERM, which also makes this agent leave.
         if not self._core.is_leaving:
             self._report(done)
 
@@ -424,8 +429,8 @@ class Agent:
 
 
 async def _flush(vault: Vault, limit_s: float, say: Say) -> bool:
-    """Bring what is in memory to storage; without a limit for as long as something gets there.
-    False if it was given up then."""
+    """Bring what is in memory to storage. Without a limit the agent goes on for as long as
+    something reaches storage; False if it gave up."""
     if limit_s < math.inf:
         await vault.flush(max(FLUSH_S_MIN, limit_s))
         return True

@@ -3,7 +3,7 @@
 
 A progress bar writes its line again and again: a carriage return, the new text, no newline. Several
 bars go down with newlines and up again with escape codes. A terminal shows all of that in place. So
-does this: a few rows and a cursor, which is as much of a terminal as bars need.
+does this module, with a few rows and a cursor: bars need no more of a terminal.
 
 A program that hides the cursor (rich does) keeps a block of rows that it redraws as a whole, until
 it shows the cursor again. Rows above the last redraw are final. Other programs leave nothing above
@@ -14,16 +14,16 @@ import re
 from typing import Final
 
 ROWS_MAX = 16
-"""More rows than this are no bars: the upper ones are lines."""
+"""Output with more rows than this is not bars: the upper rows become lines."""
 
 ROW_BYTES_MAX = 8192
 """A longer row is shown in pieces."""
 
 _PIECES: Final = re.compile(rb"\r|\n|\x1b\[\d*[A-KSTfsu]|\x1b\[[\d;?]*[hlr]")
-"""What moves the cursor or erases. Colours are not among them: they are part of the text."""
+"""Codes that move the cursor or erase. Colours are not among them: they are part of the text."""
 
 MOVES: Final = re.compile(rb"\r|\x1b\[\d*[A-KSTfsu]|\x1b\[[\d;?]*[hl]")
-"""What no line of text has in it."""
+"""Codes that move the cursor; a plain line of text has none."""
 
 _HIDE: Final = b"\x1b[?25l"
 _SHOW: Final = b"\x1b[?25h"
@@ -74,9 +74,8 @@ class Bars:
         return self._overflow()
 
     def settle(self) -> list[bytes]:
-        """The rows above the cursor, or above the live region, as lines. To be called a moment
-        after the last `write`: who has more than one bar goes down with a newline, and up again at
-        once."""
+        """The rows above the cursor, or above the live region, as lines. Call it a moment after the
+        last `write`: a program with several bars goes down with a newline, and up again at once."""
         done = min(self._top, self._cursor) if self._is_region else self._cursor
         lines = self._take_rows(done)
         self._has_overwritten = False
@@ -90,7 +89,7 @@ class Bars:
         return lines
 
     def _take_rows(self, count: int) -> list[bytes]:
-        """The upper rows, which are rows no longer."""
+        """Remove the upper rows, and return them."""
         lines, self._rows = self._rows[:count], self._rows[count:]
         self._cursor = max(0, self._cursor - count)
         self._top = max(0, self._top - count)
@@ -134,7 +133,7 @@ class Bars:
         excess = max(0, len(self._rows) - ROWS_MAX)
         lines = self._take_rows(excess)
         if excess and not self._has_overwritten:
-            # Nothing is written again any more: the cursor is hidden for good, or who hid it died.
+            # No row is written over any more: the program hides the cursor for good, or has died.
             self._is_region = False
         for index, row in enumerate(self._rows):
             if len(row) > ROW_BYTES_MAX:

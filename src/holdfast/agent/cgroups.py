@@ -36,7 +36,7 @@ def _own(proc: Path) -> Path:
     for line in (proc / "self/cgroup").read_text().splitlines():
         if line.startswith("0::/"):
             folder = _mounted(proc) / line.removeprefix("0::/")
-            # What is mounted may be another part of the tree than the one that the path is of.
+            # The mount may show another part of the tree than the one that the path belongs to.
             if str(os.getpid()) in (folder / "cgroup.procs").read_text().split():
                 return folder
     raise FileNotFoundError("no cgroup of version 2")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes of the agent: started, watched and reaped without polling or losing any.
 
-Each child leads its own session and process group. Its end wakes the event loop through a pidfd;
-its group is killed with it; whatever the kernel hands to the agent because a descendant lost its
-parent is reaped too, and only that: children started by other code are never touched. Those have
-this process's session, or are named to `leave_alone`; every other child is what a worker left.
+Each child leads its own session and process group. Its end wakes the event loop through a pidfd,
+and its group is killed with it. The agent also reaps orphans: descendants that the kernel gave to
+it because their parent ended. It never touches children that other code in this process has
+started: those have this process's session, or are named to `leave_alone`. Every other child is an
+orphan that a worker left.
 """
 
 import asyncio
@@ -95,7 +96,8 @@ class Child:
             self.on_change(change)
 
     def _ended(self) -> None:
-        # Killed before it is reaped: until then its number cannot belong to another group.
+        # The group is killed before its leader is reaped: until then no other group can have its
+        # number.
         _signal_group(self.pid, signal.SIGKILL)
         self.is_running = False
         self._loop.remove_reader(self._pidfd)
@@ -121,7 +123,8 @@ _left_alone: set[int] = set()
 
 
 def leave_alone(pid: int) -> None:
-    """A child of this process in a session of its own that no agent answers for."""
+    """Never take this child for an orphan of a worker: it has a session of its own, but no agent
+    supervises it."""
     _left_alone.add(pid)
 
 
@@ -173,11 +176,12 @@ class Brood:
         stderr: int | None = None,
         inherit: Iterable[int] = (),
     ) -> Child:
-        """It joins the cgroup once it is there, not before: what it starts at once is outside.
+        """Start a child. It joins the cgroup only once it runs: what it starts before that is
+        outside.
 
-        Programs of ours wait for a word of the agent first (`bootstrap`, also before a command; and
-        the zygote), so that no user code is early enough. Only what Python's own start runs is, a
-        `.pth` file or a `sitecustomize`.
+        Holdfast's own programs first wait for a word from the agent (`bootstrap`, also before a
+        command; and the zygote), so no user code runs that early. Only what Python itself runs at
+        its start does: a `.pth` file or a `sitecustomize`.
         """
         marked = self.marked(env)
         pid = spawn(argv, marked, stdin=stdin, stdout=stdout, stderr=stderr, inherit=inherit)
@@ -189,25 +193,26 @@ class Brood:
         return {**env, guardian.MARK: self._mark}
 
     def adopt(self, pid: int, on_exit: Callable[[Status], None]) -> Child:
-        """Answer for a child of this process from now on."""
+        """Supervise a child of this process from now on."""
         child = Child(pid, self._gone, on_exit)
         self._guard.hold(pid)
         self._live[pid] = child
         return child
 
     def lease(self, child: Child) -> None:
-        """It may run only as long as the lease does."""
+        """The child may run only while the lease lasts."""
         self._leased.add(child.pid)
         self._guard.lease(child.pid)
 
     def keep_lease(self, until: float) -> None:
-        """Until then (loop time, which is monotonic) leased children may run."""
+        """Leased children may run until then (loop time, which is monotonic)."""
         self._lease_until = until
         self._guard.keep_lease(until)
 
     def kill_strays(self) -> None:
-        """Kill descendants of ended workers that have left their group. Only in a quiet moment:
-        whose worker's a stray was is not known, and that one may live."""
+        """Kill descendants of ended workers that have left their group. This needs a quiet moment,
+        without workers: it is not known which worker a stray came from, and that worker may
+        live."""
         if not self._is_quiet():
             return
         for pid in _children_of_this_process():
@@ -261,8 +266,8 @@ class Brood:
         self._reap_groups()
 
     def _reap_groups(self) -> None:
-        """Reap what the leaders of dying groups left to us, by group: exact, whoever else has
-        children in this process."""
+        """Reap the orphans of dying groups, one group at a time: so no child of other code in this
+        process is reaped."""
         for group in list(self._dying):
             with contextlib.suppress(ChildProcessError):
                 while os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is not None:
@@ -295,7 +300,7 @@ class Brood:
         )
         os.close(pipe)
         child = Child(pid, lambda _child: None, self._guardian_ended)
-        # One that does not read, because it was stopped itself, is ended and replaced.
+        # A guardian that does not read, because something stopped it, is killed and replaced.
         self._guard = guardian.Guardian(self_end, lambda: child.signal_group(signal.SIGKILL))
         self._guard_since = self._loop.time()
         self._guard_child = child

@@ -53,7 +53,8 @@ class Group:
         memory_of: Callable[[int], tuple[str, ...]],
         say: Say,
     ) -> None:
-        """`monotonic` is the clock of the progress cells, `memory_of` what a rank may load."""
+        """`monotonic` is the clock of the progress cells; `memory_of` names the files that a rank
+        may load."""
         self._say = say
         self.run = run
         self._monotonic = monotonic
@@ -68,7 +69,8 @@ class Group:
         self._repeats = Repeats()
 
     async def start(self) -> tuple[frozenset[int], str, str]:
-        """Start all workers: who runs, how they were started, and what went wrong, if anything."""
+        """Start all workers. Returns the local ranks that run, how they were started, and the
+        problem, if there was one."""
         ranks = range(self._program.launch.nproc)
         results = await asyncio.gather(
             *(self._start_one(local_rank) for local_rank in ranks), return_exceptions=True
@@ -122,7 +124,8 @@ class Group:
     def _open_streams(
         self, local_rank: int, given: contextlib.ExitStack
     ) -> tuple[int | None, int, int]:
-        """Input, output and errors of a worker. What is only for it is closed with `given`."""
+        """Input, output and errors of a worker. Descriptors that only the worker needs are closed
+        with `given`."""
         program, folder = self._program, self._folder(local_rank)
         rank = self.run.rank_offset + local_rank
         if rank == program.terminal_rank:
@@ -145,7 +148,7 @@ class Group:
         return None, out.worker_end, err.worker_end
 
     def _has_no_files(self, problem: OSError) -> None:
-        """A log folder without room, say, is no reason not to train."""
+        """Training goes on without files, for example when the log folder's disk is full."""
         if not self._is_said:
             self._is_said = True
             why = problem.strerror or problem

@@ -2,11 +2,11 @@
 """Ends what an agent leaves behind, and holds its workers still when their lease is over.
 
 A separate process that reads from a pipe which only the agent can write to. When the pipe closes,
-the agent is gone, and every process group it was still responsible for is killed. When the lease of
-its workers ends and the agent has not told of a longer one, be it that the master does not answer
-or that the agent itself stands still, the workers are held still until it does. A second process
-does the same if agent and guardian are killed at once. It is run by its path in an isolated
-interpreter, so this file imports nothing but the standard library.
+the agent is gone, and the guardian kills every process group that the agent was still responsible
+for. When the lease of the workers ends and the agent has not told of a longer one (the master does
+not answer, or the agent itself stands still), the guardian holds the workers still until it does. A
+second process kills the groups if agent and guardian are killed at once. The guardian is run by its
+path in an isolated interpreter, so this file imports nothing but the standard library.
 """
 
 import contextlib
@@ -24,33 +24,34 @@ MARK = "HOLDFAST_KEPT_BY"
 _SWEEPS_MAX = 10
 _READ_BYTES = 64 * 1024
 _GONE_S = 5.0
-"""How long the second waits for the agent's death after the guardian's, and both for the end of
-what they have killed."""
+"""How long the second process waits for the agent's death after the guardian's. Both also wait this
+long for the end of what they have killed."""
 
 
 class Guardian:
-    """The agent's end: what must die with the agent, and what may run until when."""
+    """The agent's end of the pipe: tells the guardian what must die with the agent, and what may
+    run until when."""
 
     def __init__(self, pipe: int, on_deaf: Callable[[], None]) -> None:
-        """`on_deaf` is called when the guardian has not read for long: it is of no use so."""
+        """`on_deaf` is called when the guardian has not read for so long that the pipe is full."""
         self._pipe = pipe
         self._on_deaf = on_deaf
         os.set_blocking(pipe, False)
 
     def hold(self, group: int) -> None:
-        """It must die with the agent."""
+        """This group must die with the agent."""
         self._tell(f"+{group}\n")
 
     def release(self, group: int) -> None:
-        """It is gone."""
+        """This group is gone."""
         self._tell(f"-{group}\n")
 
     def lease(self, group: int) -> None:
-        """It may run only as long as the lease does."""
+        """This group may run only while the lease lasts."""
         self._tell(f"={group}\n")
 
     def keep_lease(self, until: float) -> None:
-        """In monotonic time."""
+        """`until` is in monotonic time."""
         self._tell(f"<{until!r}\n")
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ class Guardian:
 
 def command(executable: str, mark: str, cgroup: str) -> list[str]:
     """How to start a guardian of this process; it reads from its standard input. `cgroup` is the
-    folder of the group that all is in, empty if there is none."""
+    folder of the cgroup with everything that the agent starts; empty if there is none."""
     path, agent = os.path.abspath(__file__), str(os.getpid())
     return [executable, "-I", "-S", path, mark, cgroup, agent]
 
@@ -83,7 +84,7 @@ def carries_mark(pid: int, mark: str) -> bool:
 
 
 class _Wards:
-    """What the agent has told, and which groups were held still for it."""
+    """What the agent has told the guardian, and which groups the guardian holds still."""
 
     def __init__(self) -> None:
         self.groups: set[int] = set()
@@ -104,7 +105,8 @@ class _Wards:
                 groups.discard(int(value))
 
     def keep_still(self) -> float | None:
-        """Do what the lease asks for now; returns how long nothing changes, None for ever."""
+        """Hold groups still, or let them run, as the lease says now. Returns for how many seconds
+        nothing changes; None means for ever."""
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             for group in self._leased - self._still:
@@ -118,11 +120,12 @@ class _Wards:
 
 
 def _watch(pipe: int, second: "_Second | None") -> set[int]:
-    """The groups that are held when the pipe closes; a second is told all that is heard."""
+    """Listen until the pipe closes; returns the groups that the agent held then. Passes everything
+    on to the second process, if there is one."""
     wards, rest = _Wards(), b""
     os.set_blocking(pipe, False)
     while True:
-        # All that was told is heard first: the lease may be longer by now.
+        # First read everything that the agent has sent: the lease may be longer by now.
         with contextlib.suppress(BlockingIOError):
             while data := os.read(pipe, _READ_BYTES):
                 if second is not None:
@@ -131,13 +134,15 @@ def _watch(pipe: int, second: "_Second | None") -> set[int]:
                 for line in lines:
                     wards.hear(line.decode())
             return wards.groups
-        # The second does not act on the lease: the first does, or its agent replaces it.
+        # The second process leaves the lease to the first one, which the agent replaces if it
+        # fails.
         pause_s = wards.keep_still() if second is not None else None
         select.select([pipe], [], [], pause_s)
 
 
 class _Second:
-    """The guardian's own end of the pipe to a second one, which acts if both others are killed."""
+    """The guardian's own end of the pipe to a second process, which acts if both the agent and the
+    guardian are killed."""
 
     def __init__(self, mark: str, cgroup: str, agent: int) -> None:
         theirs, self._pipe = os.pipe()
@@ -153,12 +158,13 @@ class _Second:
         os.set_blocking(self._pipe, False)
 
     def tell(self, data: bytes) -> None:
-        # One that stands still, or is gone, is of no use, and must not keep the first one waiting.
+        # A second process that stands still, or is gone, is useless and must not make the first one
+        # wait.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._pipe, data)
 
     def end(self) -> None:
-        """All is done, nothing is left for it."""
+        """The guardian has ended everything: the second process has nothing left to do."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
@@ -180,7 +186,7 @@ def _end_all(groups: set[int], mark: str, cgroup: str) -> None:
     if cgroup:
         with contextlib.suppress(OSError):
             _end_cgroup(cgroup)
-    # Twice without a find: what is being forked during one pass is seen by the next.
+    # Two passes must find nothing: what is being forked during one pass is seen by the next.
     for _ in range(_SWEEPS_MAX):
         if not _sweep(mark) and not _sweep(mark):
             return

@@ -7,11 +7,11 @@ from holdfast.runtime.transport import split_address
 
 
 class ReservedPort:
-    """A port that the kernel gave us and gives to nobody else while we hold it.
+    """A port that the kernel gave us and gives to no other process while we hold it.
 
     It is bound but does not listen, with SO_REUSEADDR: a server that sets the same option, as
     torch's store does, can still bind and listen on it. So the port is known before the server
-    runs, and nobody can take it in between.
+    runs, and no other process can take it in between.
     """
 
     def __init__(self) -> None:

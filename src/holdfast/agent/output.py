@@ -43,35 +43,38 @@ Slot: TypeAlias = tuple[int, bool]
 """A stream of a worker: its rank, and whether it is standard error. Rows stand in this order."""
 
 PIPE_BYTES = 1024 * 1024
-"""Room for a burst, so that a worker does not wait for the agent. A terminal has room for some KB
-only, and cannot be given more: a worker that writes to one waits for the agent after those."""
+"""Room for a burst, so that a worker does not wait for the agent. A terminal has room for a few KB
+only, and cannot be given more: a worker that writes more waits for the agent."""
 
 WINDOW_BYTES = 256 * 1024
-"""What is taken from a terminal at a time, which gives a few KB with each read; then others may."""
+"""How much the agent reads from one terminal, a few KB per read, before it turns to other
+streams."""
 
 FIT_S = 0.1
-"""How long a worker may not know, after it wrote something, that the terminal has another size."""
+"""How long after a worker's write its terminal may still have the old size of our terminal."""
 
 LINE_BYTES_MAX = 8192
 """A longer line is shown in pieces."""
 
 SETTLE_S = 0.05
-"""How often unfinished lines are shown again, at most. Bars are written each tenth of a second: as
-far from the next time as can be, or a bar would be met again and again on its way down and up."""
+"""Unfinished lines are shown again at most this often. Bars are written each tenth of a second:
+half of that is as far from the next write as can be. Otherwise the agent would catch a bar again
+and again on its way down and up."""
 
 ERROR_S = 2.0
-"""How long an error may be held back: it is the worker's last, or the worker goes on."""
+"""How long an error may be held back. By then the worker has ended, or goes on after the error."""
 
 ERROR_BYTES_MAX = 65536
-"""A longer one is not held back."""
+"""A longer error is not held back."""
 
 BAR_S = 5.0
 """How often a progress bar becomes a line where nothing can be shown in place: a pipe, a file."""
 
 
 class Stream:
-    """One output stream of one worker, who holds the other end of a pipe. Where it is shown on a
-    terminal the worker writes to a terminal too, or it would draw no bars and use no colours."""
+    """One output stream of one worker, which holds the other end of a pipe. If the output is shown
+    on a terminal, the worker writes to a terminal too: otherwise it would draw no bars and use no
+    colours."""
 
     def __init__(
         self,
@@ -84,13 +87,14 @@ class Stream:
         *,
         is_worker: bool = True,
     ) -> None:
-        """With `repeats` an error that ends the worker is not shown if it ended another before.
+        """With `repeats`, an error that ends the worker is not shown if it ended another worker
+        before.
 
-        With `no_file` it does without the file if that cannot be opened, and tells why; also what
-        cannot be written there.
+        With `no_file`, the stream does without the file if that cannot be opened or written, and
+        calls `no_file` with the reason.
 
-        A stream of Holdfast's own processes is always a pipe: those that share a terminal would
-        each draw on it as if it were theirs alone."""
+        A stream of Holdfast's own processes (not `is_worker`) is always a pipe: processes that
+        share a terminal would each draw on it as if it were theirs alone."""
         self._loop = asyncio.get_running_loop()
         self._prefix = prefix.encode()
         self._console = console
@@ -99,7 +103,7 @@ class Stream:
         self._bars = Bars()
         self._timer: asyncio.TimerHandle | None = None
         self._fit_timer: asyncio.TimerHandle | None = None
-        #: What a pipe was shown of the bars last, and when.
+        #: The rows of bars that a console without a terminal was shown last, and when.
         self._shown: list[bytes] = []
         self._shown_at = -math.inf
         self._has_rows = False
@@ -129,7 +133,8 @@ class Stream:
         self._resume()
 
     def handed_over(self) -> None:
-        """The worker has its end: close ours, so that its death is seen as end-of-file."""
+        """The worker has its end of the pipe: close ours, so that its death is seen as
+        end-of-file."""
         if self.worker_end >= 0:
             os.close(self.worker_end)
             self.worker_end = -1
@@ -142,15 +147,15 @@ class Stream:
         self._end()
 
     def _fit(self, console: Write) -> None:
-        """The worker's terminal is as large as its part of ours: the prefix stands before it, and
-        whoever draws more rows than are kept could not write them again."""
+        """Make the worker's terminal as large as its part of ours. The prefix takes some columns,
+        and a program that draws more rows than are kept could not write them again."""
         self._fit_timer = None
         columns, lines = console.size
         columns = max(1, columns - len(self._prefix))
         window.fit(self._read_end, os.terminal_size((columns, min(lines, ROWS_MAX))))
 
     def _receive(self) -> bool:
-        """Whether there may be more."""
+        """Take what the worker wrote; returns whether there may be more."""
         try:
             if self._is_window:
                 data = window.read(self._read_end, WINDOW_BYTES)
@@ -177,7 +182,7 @@ class Stream:
 
     def _take(self, console: Write, data: bytes) -> None:
         data, self._rest = self._rest + data, b""
-        # On a terminal more than bars may move the cursor, and must not move ours.
+        # On a terminal, output other than bars may move the cursor too, and must not move ours.
         moves = b"\r" in data or (console.is_live and b"\x1b" in data and MOVES.search(data))
         if self._bars.is_open or moves:
             self._show(self._bars.write(data))
@@ -204,7 +209,8 @@ class Stream:
         self._timer = self._loop.call_at(at, self._settle, console)
 
     def _settle(self, console: Write) -> None:
-        """A moment after something was written: what is finished now, and what is not?"""
+        """A moment after the last write: show the lines that are finished, and those that are
+        not."""
         self._timer = None
         self._show(line for line in self._bars.settle() if line not in self._shown)
         rows = [*self._bars.rows, *([self._rest] if self._rest else ())]

@@ -37,14 +37,14 @@ class WorkerOrder:
     env: Mapping[str, str]
     """The whole environment of the worker."""
     stdout: int
-    """A descriptor that stays the caller's, who may close it once `start` has returned."""
+    """A descriptor that belongs to the caller, which may close it once `start` has returned."""
     stderr: int
     progress: str
     """Path of the worker's progress cell; "" for none."""
     memory: tuple[str, ...] = ()
     """Files with what the worker will probably load: it maps them while it starts."""
     stdin: int | None = None
-    """None for an empty one."""
+    """None: the input is empty."""
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -189,7 +189,7 @@ class Processes:
         return self._spares.learned
 
     def preload(self, names: Sequence[str], env: Mapping[str, str], workers: int) -> None:
-        """Prepare spares for so many workers before the first one runs here."""
+        """Prepare spares for this number of workers before the first one runs on this node."""
         self._most_workers = max(self._most_workers, workers)
         self._spares.preload(names, self._brood.marked(env))
 
@@ -218,7 +218,7 @@ class Processes:
         self._most_workers = max(self._most_workers, len(self._workers))
         self._brood.lease(child)
         if self._kills != kills:
-            child.signal_group(signal.SIGKILL)  # Everything was to end while this one started.
+            child.signal_group(signal.SIGKILL)  # All workers were to end while this one started.
         line.give_the_word()
         if order.mode is not RunMode.COMMAND:
             self._spares.worker_started(order.env)
@@ -241,13 +241,13 @@ class Processes:
         return service
 
     def keep_lease(self, until: float) -> None:
-        """Until then (loop time) the workers may run; after it the guardian holds them still, even
-        if this process stands still."""
+        """The workers may run until then (loop time). After that the guardian holds them still,
+        even if this process stands still."""
         self._lease_until = until
         self._tell_lease()
 
     def _tell_lease(self) -> None:
-        # Workers that were asked to end get their grace, as they do from the agent.
+        # Workers that were asked to end get their whole grace, even if the lease ends earlier.
         self._brood.keep_lease(max(self._lease_until, self._grace_until))
 
     def signal_all(self, sig: int) -> None:
@@ -257,8 +257,8 @@ class Processes:
             worker.child.signal_group(sig)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`. Returns when every worker and all of its process
-        group is gone, or, for what even SIGKILL cannot end, a few seconds later."""
+        """SIGTERM, then SIGKILL after `grace_s`. Returns when all workers and their process groups
+        are gone, or a few seconds after SIGKILL if something survives it."""
         self._kills += 1
         self._spares.stop_waiting()
         children = [worker.child for worker in self._workers.values()]
@@ -279,7 +279,7 @@ class Processes:
             )
 
     def kill_now(self) -> None:
-        """SIGKILL to every worker's group at once; the exits arrive as ever."""
+        """SIGKILL to every worker's group at once; the exits are reported as usual."""
         self._kills += 1
         self._spares.stop_waiting()
         for worker in self._workers.values():
@@ -299,7 +299,7 @@ class Processes:
             taken = await self._spares.take(assignment, env, fds, _not_yet_known)
             if taken is not None:
                 return taken
-        # A command is only executed from there: it needs no site-packages to be found.
+        # The bootstrap only executes a command, so it needs no site-packages.
         options = ["-I", "-S"] if order.mode is RunMode.COMMAND else ["-u"]
         settings = assignment._replace(argv=()).to_json()
         child = self._brood.start(

@@ -14,7 +14,8 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.checkpoints import Tally
 
 EARLY_BEATS_S = (0.2, 0.4, 0.8, 1.6, 3.2)
-"""After a start the first step is awaited: it is reported soon, not at the next regular beat."""
+"""When beats are sent after a start: they report the first step sooner than the next regular beat
+would."""
 
 
 class Pulse:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes outside of a world that read data: what one of them held when it died goes back.
+"""Processes outside of a world that read data: when one dies, the agent gives back its leases.
 
-With a worker its whole round ends, and the leases with the round. A process of scope 0 dies alone.
-The agent sees what it is given, notices its end, and gives back in its name what is left.
+When a worker dies its whole round ends, and the leases end with the round. A process of scope 0
+dies alone. So the agent watches which leases it gets, notices its end, and gives back in its name
+what is left.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ class Reader:
         self._give_back = give_back
         #: Where each lease begins and ends, by dataset and term.
         self._leases: dict[tuple[str, int], dict[int, tuple[int, int]]] = {}
-        #: Datasets that go with a model: what was read of them is decided when that is restored.
+        #: Datasets that go with a model: restoring the model decides what was read of them.
         self._following: set[str] = set()
 
     def asks(self, body: d.DataCall) -> None:
@@ -42,7 +43,7 @@ class Reader:
                         leases[said.lease] = begin, min(end, said.end)
 
     def answered(self, asked: m.AnyMessage, answer: m.AnyMessage) -> None:
-        """It has been given leases, or would have been, had it lived."""
+        """The master gave it leases; the process may have died meanwhile."""
         if isinstance(asked, d.ShardsTake) and isinstance(answer, d.ShardsTaken):
             leases = self._leases.setdefault((asked.name, asked.term), {})
             for lease in answer.leases:
@@ -50,7 +51,7 @@ class Reader:
             self.settle()
 
     def settle(self) -> None:
-        """When nothing can come from it any more, its leases go back."""
+        """Give back the leases, once the process is dead and nothing more can come from it."""
         if not self.is_dead or self.links:
             return
         for (name, term), leases in self._leases.items():
@@ -72,7 +73,8 @@ class Readers:
         self._loop = asyncio.get_running_loop()
 
     def asks(self, link: Link, body: m.AnyMessage) -> Reader | None:
-        """Whose request this is; None if it is not about data, or that of a worker of a world."""
+        """The process that sent this request; None if the request is not about data, or comes from
+        a worker of a world."""
         if not isinstance(body, d.DataCall) or body.scope != NO_WORLD:
             return None
         if link.number not in self._of_link:
@@ -83,7 +85,7 @@ class Readers:
         return reader
 
     def closed(self, link: Link) -> None:
-        """All that came through this link has been heard."""
+        """The link is closed: every request that came through it has been handled."""
         reader = self._of_link.pop(link.number, None)
         if reader is not None:
             reader.links.discard(link.number)

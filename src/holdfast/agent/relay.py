@@ -25,7 +25,7 @@ class Upstream(Protocol):
 
 
 class Keeper(Protocol):
-    """Who answers what is about checkpoints."""
+    """Answers requests about checkpoints."""
 
     def handle(self, link: Link, frame: m.Frame) -> None: ...
 
@@ -66,7 +66,7 @@ class Relay:
 
         number = self._upstream.call(asked, answered, frame.session, frame.seq)
         if reader is None:
-            # What a reader that dies is still given must be seen: it goes back.
+            # A reader's request outlives its link: leases that come after its death must go back.
             pending.add(number)
 
     def closed(self, link: Link) -> None:
@@ -77,5 +77,5 @@ class Relay:
 
 
 def _tell(upstream: Upstream, body: m.AnyMessage) -> None:
-    """Say something of which nobody waits for the answer."""
+    """Send without waiting for a reply."""
     upstream.call(body, lambda answer: None)

@@ -19,7 +19,7 @@ class Repeats:
         return len(ranks) == 1
 
     def tell(self) -> list[str]:
-        """What was left out, once every worker has ended."""
+        """The errors that were left out, once every worker has ended."""
         told = [
             f"[rank{first}] the same error ended {_named(others)}"
             for first, *others in self._ranks.values()

@@ -78,7 +78,7 @@ class Spare:
             raise SpareGoneError(f"it did not answer within {timeout_s:g} s") from error
 
     async def learn(self, lessons: "Lessons") -> None:
-        """Import what it does not know yet."""
+        """Let the spare import what it does not know yet."""
         while self.taught < len(lessons.names) or not self.is_ready:
             # One by one once it is in service, so that a request to start a worker gets in between.
             end = min(self.taught + (1 if self.is_ready else _FIRST_BATCH), len(lessons.names))
@@ -180,7 +180,7 @@ class Spares:
 
     @property
     def is_forking(self) -> bool:
-        """Whether there may be a child that nobody answers for yet."""
+        """Whether there may be a forked child that is not adopted yet."""
         return self._forks > 0
 
     @property
@@ -192,7 +192,7 @@ class Spares:
         return "warming" if self._all() else "none"
 
     def _are_enough(self) -> bool:
-        """Whether each worker would get a spare: of a zygote, or one of those that stand by."""
+        """Whether every worker would get a spare: forked from the zygote, or one that stands by."""
         if self._zygote is not None and self._zygote.is_ready:
             return True
         return 0 < self._workers_wanted() <= sum(spare.is_ready for spare in self._standby)
@@ -206,7 +206,7 @@ class Spares:
         return tuple(self._lessons.names)
 
     def preload(self, names: Iterable[str], env: Mapping[str, str]) -> None:
-        """Take over what others have learned, and prepare at once."""
+        """Take over what other nodes have learned, and prepare at once."""
         self._env = _shared_part(env)
         self.learn(names)
         if not self._off:
@@ -258,7 +258,7 @@ class Spares:
         return [*self._standby, self._zygote] if self._zygote else self._standby.copy()
 
     async def _pick(self, shared_env: dict[str, str]) -> Spare | None:
-        """A spare that nobody else will get."""
+        """A spare that no other worker gets."""
         if any(spare.env != shared_env for spare in self._all()):
             self._drop_all()
         if self._is_worth_waiting():
@@ -272,16 +272,16 @@ class Spares:
         return None
 
     def _is_worth_waiting(self) -> bool:
-        """Whether an import is under way for one more worker: a zygote's is for all of them, that
-        of a one-shot spare for one."""
+        """Whether a running import can serve one more worker: the import of a zygote serves all of
+        them, that of a one-shot spare serves one."""
         if self._zygote is not None:
             return not self._zygote.is_ready
         importing = sum(not spare.is_ready for spare in self._standby)
         return importing == len(self._standby) and importing > len(self._waiting)
 
     async def _wait_for_imports(self) -> None:
-        """A spare is ahead of a worker that would begin with the same imports now, and a second
-        process that imports takes the cores from the first."""
+        """Waiting is quicker: the spare is ahead of a worker that would begin with the same imports
+        now, and two processes that import compete for the cores."""
         imported = self._loop.create_future()
         self._waiting.add(imported)
         try:
@@ -293,7 +293,7 @@ class Spares:
             self._waiting.discard(imported)
 
     def stop_waiting(self) -> None:
-        """Workers that wait for imports start with what there is."""
+        """Let workers that wait for imports start with what there is."""
         for imported in self._waiting:
             if not imported.done():
                 imported.set_result(None)
@@ -415,7 +415,8 @@ class Spares:
         self._lost(spare, f"A warm spare ended {how} {status.si_status}; a new one will follow.")
 
     def _lost(self, spare: Spare, sentence: str) -> None:
-        """Whoever notices first tells it and ends it, be it the process or the conversation."""
+        """Report the loss of a spare and end it, once: both its exit and a failed request lead
+        here."""
         if spare is self._zygote:
             self._zygote = None
             self.stop_waiting()
@@ -451,7 +452,7 @@ def _once(say: Callable[[str], None]) -> Callable[[str], None]:
 
 def _command(socket: int, *, once: bool) -> list[str]:
     settings = Settings(agent_pid=os.getpid(), socket=socket, once=once)
-    # The last word only makes room for the command line of the worker it may become.
+    # The last argument only makes room for the command line of the worker it may become.
     room = " " * _COMMAND_LINE_BYTES
     return [sys.executable, "-u", PROGRAM, "spare", json.dumps(settings._asdict()), room]
 

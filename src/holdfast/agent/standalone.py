@@ -32,10 +32,11 @@ from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, Server, listen
 
 LINGER_S = 1.0
-"""A process that closes one Checkpointer and opens another shall find the same vault."""
+"""A process that closes one Checkpointer and opens another within this time finds the same
+vault."""
 
 FLUSH_S = 600.0
-"""How long the end may take for what must still go to storage."""
+"""How long the vault may take at its end to bring what is left to storage."""
 
 _NODE = NodeId(0)
 _NOT_COVERED = (
@@ -92,7 +93,7 @@ class LocalLedger:
     def _feed(self, event: Handled) -> None:
         now = self._loop.time() - self._began
         for command in self._machine.handle(event, now).commands:
-            # Not at once: whoever asks has not got the number of its call yet.
+            # Not at once: the caller does not have the number of its call yet.
             self._loop.call_soon(self._execute, command)
         at = self._machine.deadline()
         if self._timer is not None:
@@ -113,10 +114,10 @@ class LocalLedger:
 
 
 class Desk:
-    """Takes what the workers ask, and notices when none is left."""
+    """Takes the workers' requests, and notices when no worker is left."""
 
     def __init__(self, vault: Vault, ledger: LocalLedger, *, gone: Callable[[], None]) -> None:
-        """`gone` is called when nobody has been connected for LINGER_S."""
+        """`gone` is called when no process has been connected for LINGER_S."""
         self._vault = vault
         self._ledger = ledger
         self._gone = gone
@@ -201,7 +202,7 @@ def _watch(launcher: int | None, over: asyncio.Event) -> None:
 
 
 async def _close_desk(server: Server, path: Path) -> None:
-    """Take no more requests; who comes now finds nothing and starts another vault."""
+    """Take no more requests; a process that comes now finds no socket and starts another vault."""
     for name in (path, path.parent / "token", path.parent / "lock"):
         name.unlink(missing_ok=True)
     await server.close()
@@ -209,7 +210,7 @@ async def _close_desk(server: Server, path: Path) -> None:
         try:
             folder.rmdir()
         except OSError:
-            return  # Somebody else uses it.
+            return  # Another process uses it.
 
 
 def main() -> int:

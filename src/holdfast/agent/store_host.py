@@ -12,7 +12,7 @@ _LINE_BYTES = 64
 
 
 class StoreHost:
-    """At most two servers: the one the present round uses, and a fresh one for the next."""
+    """At most two servers: the one that the present round uses, and a fresh one for the next."""
 
     def __init__(self, processes: Processes, offer: Callable[[int], None]) -> None:
         self._processes = processes
@@ -29,7 +29,8 @@ class StoreHost:
         return self._port if self._fresh is not None and self._fresh.is_running else 0
 
     def round_begins(self, store_port: int) -> None:
-        """The server of the round before is of no more use; ours may have become the new one."""
+        """End the server of the previous round, and note whether the new one uses our fresh
+        server."""
         if self._used is not None:
             self._used.end()
             self._used = None
@@ -42,7 +43,8 @@ class StoreHost:
             return
         self._preparing = True
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        # Not the pipe: nobody reads it after the port, and a warning must not end the server.
+        # Not the pipe: the agent reads only the port from it, and a warning must not end the
+        # server.
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             order = WorkerOrder(
@@ -73,7 +75,7 @@ class StoreHost:
             await asyncio.wait_for(readable.wait(), START_S)
             self._port = int(os.read(read_end, _LINE_BYTES))
         except (TimeoutError, ValueError):
-            service.end()  # No torch in the spare, or another trouble: rank 0 serves, as ever.
+            service.end()  # No torch in the spare, or another problem: rank 0 serves instead.
             return
         finally:
             self._loop.remove_reader(read_end)

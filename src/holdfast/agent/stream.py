@@ -20,11 +20,12 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.transport import Link, connect
 
 BACKOFF_S = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Pauses between tries, each shortened at random, so that thousands do not come back as one."""
+"""Pauses between tries, each shortened at random, so that thousands of agents do not come back at
+the same moment."""
 
 CONNECT_S = 5.0
 REASONS_MAX = 8
-"""What answers there may give another reason each time."""
+"""How many reasons are reported in an outage: another server may give a new one each time."""
 
 ANSWERED = Callable[[m.AnyMessage], None]
 
@@ -33,7 +34,7 @@ class Owner(Protocol):
     """What the stream needs from the agent."""
 
     def attachment(self) -> m.Attach:
-        """How to report for duty now (the stream fills in the key and the incarnation)."""
+        """The request to attach with now (the stream fills in the key and the incarnation)."""
 
     def attached(self, welcome: m.Attached, *, sent_at: float) -> None:
         """The master knows us; `sent_at` is when we asked (loop time)."""
@@ -42,17 +43,18 @@ class Owner(Protocol):
         """The master sent something of its own accord."""
 
     def refused(self, refusal: m.Refused) -> None:
-        """The master does not want this agent as it is ("stale" or "fenced")."""
+        """The master refuses this agent as it is ("stale" or "fenced")."""
 
     def stream_lost(self, why: str) -> None:
-        """Said once per outage."""
+        """The stream broke. Called once per outage."""
 
     def not_our_master(self, why: str) -> None:
-        """What answers during an outage cannot be used; said once per reason and outage."""
+        """The server that answers during an outage cannot be used. Called once per reason and
+        outage."""
 
 
 class MasterStream:
-    """Keeps the stream and what is outstanding on it."""
+    """Keeps the stream and the requests that are outstanding on it."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class MasterStream:
         first_contact_s: float,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """`uniform` is the chance in the pauses."""
+        """`uniform` makes the pauses random."""
         self._owner = owner
         self._address = address
         self._token = token
@@ -72,12 +74,12 @@ class MasterStream:
         self._first_contact_s = first_contact_s
         self._uniform = uniform
         self._agent_key = secrets.token_hex(8)
-        #: Under which this process was given up before.
+        #: The key under which the master declared this process lost.
         self._ended_key = ""
         self._incarnation = 0
         self.has_attached = False
-        """Whether a master has ever taken this agent. If so, it is tried for ever."""
-        #: The last that a master told of its journal, which must never be behind that.
+        """Whether a master has ever accepted this agent. If so, the agent tries for ever."""
+        #: What a master told last of its journal: no later master's journal may be behind that.
         self._told: m.Told | None = None
         self._link: Link | None = None
         self._is_attached = False
@@ -86,7 +88,7 @@ class MasterStream:
         self._outstanding: dict[int, tuple[m.AnyMessage, str, int, ANSWERED]] = {}
         self._attach_call = 0
         self._sent_at = 0.0
-        #: Why what answers cannot be used, as far as it was said in this outage.
+        #: Why the server that answers cannot be used: the reasons already reported in this outage.
         self._reasons: set[str] = set()
         self._lost = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -112,8 +114,8 @@ class MasterStream:
                 why = f"no master of this job at {self._address}: {exc}"
                 if not self.has_attached:
                     raise UsageError(why) from exc
-                # Once we had a master this may pass: another program has its port for now, or its
-                # certificate has expired. But only a person may be able to end it.
+                # Once there was a master this may pass: another program has its port for now, or
+                # its certificate has expired. But perhaps only a person can end it.
                 if why not in self._reasons and len(self._reasons) < REASONS_MAX:
                     self._reasons.add(why)
                     self._owner.not_our_master(why)
@@ -149,7 +151,7 @@ class MasterStream:
             self._loop.call_soon(answered, m.Refused("rejected", str(exc)))
 
     def forget(self, number: int) -> None:
-        """Whoever asked no longer wants to know."""
+        """The caller no longer wants the answer."""
         entry = self._outstanding.pop(number, None)
         if entry is not None and entry[1] and self._is_attached and self._link is not None:
             self._link.send(m.Dropped(entry[1], entry[2]))
@@ -172,7 +174,7 @@ class MasterStream:
         if link is not self._link:
             return
         if self._is_attached and self._told is not None and frame.position > self._told.position:
-            # Not before: a refusal has the number of a master that has not said its name.
+            # Not earlier: a refusal has the position of a master that has not given its name.
             self._told = replace(self._told, position=frame.position)
         if frame.call == 0:
             self._owner.pushed(frame.body)

@@ -20,7 +20,7 @@ def is_ours() -> bool:
 
 
 class Terminal:
-    """Remembers how the terminal was, because a worker that is killed at a prompt cannot."""
+    """Remembers the terminal's modes: a worker that is killed at a prompt cannot restore them."""
 
     def __init__(self) -> None:
         self._modes = termios.tcgetattr(0)

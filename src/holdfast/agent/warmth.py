@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Being ready before one is needed: modules learned from the job, and the next round's store.
+"""Keeps a node ready before it is needed: modules learned from the job, the next round's store.
 
 What the workers of a job import is written down in the job's key-value store. A node that comes
 later loads the same modules before it lets a healthy world stop for it. A node that waits for a
@@ -20,12 +20,13 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.observe import Level, Say
 
 MODULES_KEY = "holdfast/modules"
-"""All that is known; with a number at its end, a sign that the list of this number is there."""
+"""The key of all known modules. With a number at its end: a sign that the list of this number is
+there."""
 NUMBER_KEY = "holdfast/modules/newest"
 """The number of the newest list. The job counts, because the node that publishes may be lost, and
 the job may go on from its journal."""
 TORCH_STORE = "torch.distributed"
-"""Who imports this will want a store."""
+"""A worker that imports this will want a store."""
 
 RESTART = "ready for a fast restart"
 WARM_UP_S = 60.0
@@ -46,7 +47,7 @@ class Warmth:
         run: Callable[[Coroutine[None, None, None]], None],
         say: Say,
     ) -> None:
-        """`run` takes an errand that nobody waits for."""
+        """`run` starts an errand and does not wait for it."""
         self._program = program
         self._processes = processes
         self._stream = stream
@@ -111,7 +112,7 @@ class Warmth:
             self._say(f"the store of the next round cannot be prepared: {exc}", Level.WARNING)
 
     def round_begins(self, run: m.RunWorld) -> None:
-        """Whatever was still being prepared, the workers start now."""
+        """The workers start now, whatever was still being prepared."""
         self._warmed()
         self._stop_asking()
         self._is_ready = False
@@ -137,7 +138,7 @@ class Warmth:
         self._stream.call(shared, lambda _: None)
 
     def _ask(self, timeout_s: float) -> None:
-        """For all that is known, once there is a newer list than the one that was seen."""
+        """Ask for all known modules, once there is a newer list than the newest one seen."""
         keys: tuple[str, ...] = (MODULES_KEY, NUMBER_KEY)
         if self._seen > 0:
             keys = (*keys, f"{MODULES_KEY}/{self._seen + 1}")

@@ -15,14 +15,14 @@ from contextlib import suppress
 def open_window() -> tuple[int, int] | None:
     """The end to read from and that of the worker; None if this machine gives no terminal."""
     try:
-        # Neither becomes the controlling terminal of anybody, and no child inherits them.
+        # Neither end becomes the controlling terminal of a process, and no child inherits them.
         read_end, worker_end = os.openpty()
     except OSError:
         return None
     try:
-        # Without this a newline would become two bytes, and so it would stand in the files.
+        # Without this a newline would become two bytes, also in the log files.
         tty.setraw(worker_end)
-    except (OSError, termios.error):  # The second is none of the first.
+    except (OSError, termios.error):  # A termios.error is no OSError.
         os.close(read_end)
         os.close(worker_end)
         return None
@@ -30,15 +30,15 @@ def open_window() -> tuple[int, int] | None:
 
 
 def fit(window: int, size: os.terminal_size) -> None:
-    """Say how much room there is, if it has changed."""
+    """Give the terminal this size, if it has another one."""
     with suppress(OSError, termios.error):  # The worker is gone.
         if termios.tcgetwinsize(window) != (size.lines, size.columns):
             termios.tcsetwinsize(window, (size.lines, size.columns))
 
 
 def read(window: int, most: int) -> bytes:
-    """As `os.read` of a pipe: all that is there, up to about as much as was asked for, and nothing
-    at the end, when no worker has it open any more."""
+    """As `os.read` of a pipe: all that is there, up to about `most` bytes; nothing at the end, when
+    no worker has the terminal open any more."""
     parts: list[bytes] = []
     while most > 0:
         try:
