@@ -15,7 +15,7 @@ from holdfast.runtime.observe import Level, Say
 
 
 class _Lazy:
-    """An arena that is made when it is first needed. One that cannot be made is an empty one."""
+    """An arena that is made when it is first needed. One that cannot be made counts as empty."""
 
     def __init__(self, make: Callable[[], Arena], where: str, say: Say) -> None:
         self.made: Arena | None = None
@@ -26,7 +26,8 @@ class _Lazy:
         self._is_loss_said = False
 
     def get(self) -> Arena | None:
-        """The arena; None if it cannot be made. That is said once, and tried again each time."""
+        """The arena; None if it cannot be made. The problem is reported once; each call tries
+        again."""
         if self.made is not None:
             self._tell_of_loss(self.made)
             return self.made
@@ -80,10 +81,10 @@ class Arenas:
         is_disk_used: Callable[[], bool],
         say: Say,
     ) -> None:
-        """Nothing is made before the first use, as most of what runs under an agent needs none.
+        """Nothing is made before the first use, because most programs under an agent need no slots.
 
-        `is_disk_used`: whether somebody may have left slots on disk. Without `make_disk` there are
-        slots in memory only.
+        `is_disk_used`: whether an agent before this one may have left slots on disk. Without
+        `make_disk` there are slots in memory only.
         """
         self._memory = _Lazy(make_memory, "in memory", say)
         self._disk = None if make_disk is None else _Lazy(make_disk, "on disk", say)
@@ -110,8 +111,8 @@ class Arenas:
         on_disk: bool,
         more: int = 0,
     ) -> Path | Busy:
-        """A slot to write to; `on_disk` allows one there if there is no room in memory, and when
-        all are in use there may be so many `more`.
+        """A slot to write to. `on_disk` allows one on disk if memory has no room. When all slots
+        are in use, `more` further ones are allowed.
 
         RejectedError: there is no room.
         """
@@ -142,7 +143,7 @@ class Arenas:
         raise StateError(f"there is no memory slot {path}")
 
     def is_on_disk(self, path: Path) -> bool:
-        """Whether a slot is there and not in memory."""
+        """Whether a slot is on disk and not in memory."""
         disk = None if self._disk is None else self._disk.made
         return disk is not None and path.is_relative_to(disk.root)
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of this node's parts on other nodes, as replicas or as parity.
 
-Versions go one after the other: the next one leaves when the one before is *safe*, which is when
-every node of the round has its copies elsewhere. Until then the version is held still in memory,
-and so is the newest safe one: it is what a lost node is restored from. The only brake on training
-is that slots run out; if copies do not get through, or the master is away and cannot say what is
-safe, that brake is let go, and it is said.
+The agent copies one version after the other. It begins with the next one when the previous one is
+*safe*, which is when every node of the round has its copies elsewhere. Until then the version is
+held still in memory. So is the newest safe one, because a lost node is restored from it. This slows
+training down only if slots run out. If copies do not get through, or the master is away and cannot
+say what is safe, the agent lets go of versions instead, and says so.
 
-A copy that fails is told to the ledger at once: it names another peer, or lets all nodes go on.
+The agent tells the ledger at once when a copy fails: the ledger names another peer, or lets all
+nodes go on.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ from holdfast.protocol import messages as m
 from holdfast.runtime.observe import Level
 
 TRANSFER_S = 600.0
-"""How long one copy may take, and how long those of the other nodes are waited for."""
+"""How long one copy may take, and how long this node waits for the copies of the other nodes."""
 
 WAITED_S = 0.1
-"""A save that waits this long for a slot looks whether the master is there."""
+"""A save that has waited this long for a slot checks whether the master answers."""
 
 MASTER_S = 0.5
-"""Within this time it answers, if it is."""
+"""A master that is there answers within this time."""
 
 
 class Copies:
@@ -44,14 +45,16 @@ class Copies:
         self.series = series
         self._means = means
         self._memory = memory
-        #: What must not be overwritten: what is due and not safe yet, and what is safe.
+        #: Slots that must not be overwritten: of versions that are due and not safe yet, and of the
+        #: newest safe one.
         self._pins: dict[Version, list[Pin]] = {}
         self._due: dict[Version, SavedStep] = {}
         self._round = 0
-        #: Who gets what of this node's parts; None until the ledger was asked.
+        #: Which peer gets which of this node's parts; None until the ledger was asked.
         self._plan: tuple[Transfer, ...] | None = None
         self._is_running = False
-        #: What is being copied, or waits for the master's word that all nodes have copied it.
+        #: The version that is being copied, or waits for the master's word that all nodes have
+        #: copied it.
         self._on_its_way = NONE
         self._safe = NONE
         #: Copies did not get through: training does not wait for them until one does.
@@ -65,7 +68,8 @@ class Copies:
         return wanted and is_due(version.step, self.series.replicate_every)
 
     def begin_round(self, round: int) -> None:
-        """Other nodes may be there now; what was not safe before will not be any more."""
+        """Other nodes may be there now; a version that was not safe in the previous round never
+        will be."""
         self._round, self._plan, self.is_stalled = round, None, False
         self._due.clear()
         self._release(version for version in list(self._pins) if version != self._safe)
@@ -99,9 +103,9 @@ class Copies:
         return True
 
     async def while_a_save_waits(self) -> None:
-        """The save needs no copy to be safe: a master that is away does not hold the training up.
+        """Do not hold training up when the master is away: the save needs no copy to be safe.
 
-        What is safe and what is on its way stay as they are for as long as that leaves a slot.
+        The safe version and the one on its way stay pinned for as long as that leaves a slot.
         """
         has_let_go = False
         while self._pins:
@@ -126,7 +130,7 @@ class Copies:
     async def _deliver_all(self) -> None:
         try:
             while self._due:
-                # When copies fail, only the newest is worth the while of whoever takes it.
+                # When copies fail, only the newest version is worth a transfer.
                 version = max(self._due) if self.is_stalled else min(self._due)
                 step, round = self._due.pop(version), self._round
                 self._on_its_way = version
@@ -173,7 +177,7 @@ class Copies:
             self._is_safe(step)
 
     async def _copy(self, step: SavedStep, round: int) -> None:
-        """Send every part to every peer; the ledger replaces peers with which that fails."""
+        """Send every part to every peer; the ledger replaces a peer that cannot be sent to."""
         version = step.version
         transfers = await self._transfers(step)
         done: set[Transfer] = set()
@@ -196,7 +200,7 @@ class Copies:
             transfers = self._planned(step, peers)
 
     async def _transfers(self, step: SavedStep) -> tuple[Transfer, ...]:
-        """Who gets what; the same for the whole round, unless a peer fails."""
+        """Which peer gets which part; the same for the whole round, unless a peer fails."""
         if self._plan is None:
             ask = c.PeersAsk(self._round, self.series.replicas, self.series.parity)
             return self._planned(step, (await self._means.ask(ask, c.Peers)).peers)
@@ -206,7 +210,7 @@ class Copies:
         if self.series.parity:
             plan = parity_transfers(peers, self._means.node_id)
         else:
-            # What is the same on all nodes has its copies already.
+            # The shared part is the same on all nodes: it has its copies already.
             own = [part for part in step.parts if part != SHARED]
             plan = replica_transfers(own, peers)
             self._say_if_short(len(peers))
@@ -226,14 +230,14 @@ class Copies:
                 self._means.say("there are enough copies on other nodes again")
 
     async def _send(self, transfer: Transfer, version: Version, round: int) -> str:
-        """What went wrong; nothing if the peer has it now."""
+        """Send a part; returns what went wrong, empty if the peer has the part now."""
         path = self._path(version, transfer.part)
         try:
             await self._means.quietly(self._put, transfer, path, version, round)
         except FencedError:
             raise
         except (HoldfastError, OSError) as exc:
-            self._path(version, transfer.part)  # If it is gone, that is why: not the peer.
+            self._path(version, transfer.part)  # Raises if the slot is gone: not the peer's fault.
             return str(exc)
         return ""
 
@@ -258,7 +262,8 @@ class Copies:
                 )
 
     def _is_safe(self, step: SavedStep) -> None:
-        """Every node has its copies of this version elsewhere: older ones may go."""
+        """Every node has its copies of this version elsewhere: older versions may be
+        overwritten."""
         self._safe, self.is_stalled = step.version, False
         for part in step.parts:
             self._pin(step.version, part)
@@ -266,7 +271,8 @@ class Copies:
         self._drop_abandoned()
 
     def _drop_abandoned(self) -> None:
-        """Copies of parts that now go to another node are not renewed here: they are useless."""
+        """Remove copies that other nodes no longer renew here, because their parts go elsewhere
+        now."""
         newest: dict[PartKey, Version] = {}
         held = self._memory.held(self.series.directory)
         kept = [one for one in held if one.key.node == KEPT_FOR_OTHERS]
@@ -277,7 +283,8 @@ class Copies:
                 self._memory.drop_if_free(one.path)
 
     async def _tell_given_up(self, version: Version, problem: str) -> None:
-        """Nobody shall wait for this node's copies of this version, or of one before it."""
+        """Tell the ledger not to wait for this node's copies of this version, or of an older
+        one."""
         failed = c.CopyFailed(self.series.directory, self._round, version, problem)
         await self._means.ask(failed, c.Peers)
 

@@ -9,9 +9,9 @@ from holdfast.model.errors import FencedError
 
 
 class Fence:
-    """Closes when the lease is over and when the master gives this node up.
+    """Closes when the lease is over, and when the master declares this node lost.
 
-    Asked in threads right before a change: after a standstill of the whole process these may run
+    Threads ask it right before a change: when the whole process has stood still, a thread may run
     before the event loop has noticed anything.
     """
 
@@ -27,11 +27,11 @@ class Fence:
         self._leased_until = until if is_first else max(until, self._leased_until)
 
     def given_up(self) -> None:
-        """What the master has ordered so far is no longer this node's business."""
+        """The master declared this node lost: nothing that it ordered before may change storage."""
         self._times_given_up += 1
 
     def begin(self) -> Callable[[], None]:
-        """For one piece of work: the check to be made before each of its steps."""
+        """Begin a piece of work; returns the check to be made before each of its steps."""
         times = self._times_given_up
 
         def check() -> None:

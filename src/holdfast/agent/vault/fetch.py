@@ -22,8 +22,8 @@ FETCH_S = 600.0
 
 
 class NoRoomError(RejectedError):
-    """Neither memory nor disk has room for a part, or it was taken away: that says nothing against
-    its copies."""
+    """Neither memory nor disk has room for a part, or another program removed its slot: its copies
+    may still be good."""
 
 
 class Fetcher:
@@ -97,7 +97,7 @@ class Fetcher:
     async def _from_parity(
         self, version: Version, part: str, ingredients: Sequence[c.Source]
     ) -> Path:
-        """Add up what the others of the parity group have."""
+        """Rebuild a part from what the other nodes of the parity group have."""
         directory = self._depot.series.directory
         here = {
             source.part: path

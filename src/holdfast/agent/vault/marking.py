@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells the master how far the data of this node's ranks were at each version that they saved.
 
-No worker waits for it. What the master has not confirmed is said again with the next version.
+No worker waits for it. What the master has not confirmed is sent again with the next version.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ class Marking:
         self._means = means
         self._memory = memory
         self._directory = directory
-        #: What was said with each version and is not confirmed, oldest first.
+        #: What was sent with each version and is not confirmed, oldest first.
         self._said: dict[Version, dict[int, Marks]] = {}
         self._telling: dict[Version, asyncio.Task[None]] = {}
 
     def begin_round(self) -> None:
-        """Nothing of the round before is worth repeating; what was said may still be heard."""
+        """Repeat nothing of the previous round; what was sent may still arrive."""
         self._said.clear()
         self._telling.clear()
 
@@ -48,7 +48,8 @@ class Marking:
         return merged(said.get(rank, ()) for said in self._said.values())
 
     def _forget_all_but(self, held: set[Version]) -> None:
-        """Who cannot be restored any more needs no position; the next one says it all.
+        """Drop versions that can no longer be restored: they need no position, and the next version
+        includes their marks.
 
         So little is outstanding, however long the master is away.
         """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the parts of the vault work with: the arenas, threads, the way to the master, errands.
 
-The event loop decides and owns the arenas; threads move bytes and decide nothing. An errand that
-fails is said aloud: a saver that died in silence is worse than none.
+The event loop decides and owns the arenas; threads move bytes and decide nothing. The failure of an
+errand is reported: a saver that died in silence is worse than none.
 """
 
 import asyncio
@@ -60,11 +60,11 @@ class Means:
         self.job = job
         """Names the job, the same on all of its nodes and for all of its masters."""
         self.node_id = -1
-        """Who this node is to the master; -1 until it has said so."""
+        """The id of this node; -1 until the master has given it."""
         self.group_rank = 0
         """The place of this node among those of the present round."""
         self.maps = SlotMaps()
-        """For whoever reads slots, in any thread."""
+        """Mappings of slots for readers, in any thread."""
         self.tally = TallyBook()
         self._upstream = upstream
         self._urgent = ThreadPoolExecutor(URGENT_THREADS, "vault")
@@ -100,7 +100,7 @@ class Means:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Run in a thread what somebody waits for."""
+        """Run in a thread a function that training waits for."""
         return await self._loop.run_in_executor(self._urgent, lambda: function(*args, **kwargs))
 
     async def quietly(
@@ -109,11 +109,11 @@ class Means:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Run in a thread of low priority what training must not feel."""
+        """Run in a thread of low priority a function that must not slow training down."""
         return await self._loop.run_in_executor(self._quiet, lambda: function(*args, **kwargs))
 
     def spawn(self, errand: Coroutine[None, None, None], what: str) -> asyncio.Task[None]:
-        """Do this beside everything else; a failure is said."""
+        """Do this beside everything else; a failure is reported."""
         task = self._loop.create_task(errand)
         self._errands[task] = None
         task.add_done_callback(lambda task: self._ended(task, what))
@@ -125,7 +125,8 @@ class Means:
             self.report(error, what)
 
     def report(self, error: BaseException, what: str) -> None:
-        """Say what went wrong: one line, or a traceback for what nobody foresaw."""
+        """Report what went wrong: in one line, or with a traceback if the error was not
+        expected."""
         if isinstance(error, HoldfastError | OSError):
             self.say(f"{what}: {error}", Level.WARNING)
             return

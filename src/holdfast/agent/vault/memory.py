@@ -29,7 +29,7 @@ ROOM_S = 60.0
 """How long a save waits for a slot that is being read."""
 
 MORE_S = 1.0
-"""After so long it may have one slot more for each version that waits for a slow storage."""
+"""After this wait a save may have one slot more for each version that waits for a slow storage."""
 
 NOT_SEALED = "its memory slot is not sealed any more"
 CHANGED = "the bytes in its memory slot have changed since they were saved"
@@ -77,7 +77,7 @@ class Memory:
         )
 
     def digest(self, path: Path, version: Version) -> int:
-        """What is known of a slot; -1 if nothing is."""
+        """The digest of a slot; -1 if it is not known."""
         sidecar = self._sidecars.get(path)
         if sidecar is not None and sidecar.version == version:
             return sidecar.data
@@ -97,7 +97,7 @@ class Memory:
         self.room_may_be_free()
 
     def room_may_be_free(self) -> None:
-        """Let those who wait for a slot try again."""
+        """Let all tasks that wait for a slot try again."""
         self._freed.set()
         self._freed = asyncio.Event()
 
@@ -119,9 +119,10 @@ class Memory:
     ) -> Path:
         """A slot for writing; waits while all are read. RejectedError: there is not enough memory.
 
-        One of those to `avoid` is given if there is no other. After `MORE_S` there may be so many
-        `more`, if memory has room. After `give_up_s` and after `wait_s`, `give_up` is asked to let
-        go of what can be done without. `on_disk`: a slot there will do if memory has no room.
+        A slot of those to `avoid` is given only if there is no other. After `MORE_S` there may be
+        `more` further slots, if memory has room. After `give_up_s` and after `wait_s`, `give_up` is
+        asked to let go of something that the node can do without. `on_disk`: a slot on disk will do
+        if memory has no room.
         """
         begin = self._loop.time()
         until, ask_at, more_at = begin + wait_s, begin + min(give_up_s, wait_s), begin + MORE_S
@@ -169,14 +170,14 @@ class Memory:
     def sealed(
         self, path: Path, version: Version, digest: int = -1, *, is_verified: bool = False
     ) -> None:
-        """A slot was sealed: it is the newest of its part now; its digest follows, if it is -1.
+        """A slot was sealed: it is the newest of its part now. A digest of -1 is computed later.
 
         `is_verified`: the digest is of bytes that were read from the slot.
         """
         self._means.arenas.of(path).sealed(path)
         if digest >= 0:
             self._sidecars[path] = Sidecar(version, digest)
-            with contextlib.suppress(OSError):  # No room for it: it is known all the same.
+            with contextlib.suppress(OSError):  # No room for the file: the digest is known here.
                 write_sidecar(path, self._sidecars[path])
             if is_verified:
                 self._verified[path] = version
@@ -200,14 +201,14 @@ class Memory:
             self._is_digesting = False
 
     def writers_are_gone(self) -> None:
-        """No worker lives: what they left in memory is compared with its digests."""
+        """No worker lives: compare what they left in memory with its digests before it is used."""
         self._verified.clear()
 
     async def verify(self, path: Path, version: Version, expected: int = -1) -> str:
-        """Compare a slot with the digests that are known; what is wrong, or nothing.
+        """Compare a slot with the digests that are known; returns what is wrong, or nothing.
 
-        Then its digest is known, so that what is copied out of it can be compared in turn: that of
-        a save that was made a moment ago may be missing still, and is computed now.
+        Afterwards the digest of the slot is known, so that a copy of it can be compared in turn.
+        The digest of a save that was made a moment ago may still be missing: it is computed now.
         """
         if self._verified.get(path) != version:
             problem = await self._means.urgently(compare_slot, self._means.maps, path, version)
@@ -225,22 +226,24 @@ class Memory:
         return ""
 
     def distrust(self, path: Path) -> None:
-        """The bytes of a slot have changed: it goes, or is compared again before it is used."""
+        """The bytes of a slot have changed: remove it, or else compare it again before it is
+        used."""
         self._verified.pop(path, None)
         self.drop_if_free(path)
 
     def give_back(self, path: Path) -> None:
-        """Whoever was writing to this slot does not any more."""
-        with contextlib.suppress(StateError):  # It is gone altogether.
+        """The slot's writer has stopped writing to it."""
+        with contextlib.suppress(StateError):  # The slot is gone altogether.
             self._means.arenas.of(path).give_back(path)
         self.room_may_be_free()
 
     def drop_if_free(self, path: Path) -> None:
-        """Remove a slot that is worth nothing any more, unless somebody reads or writes it."""
+        """Remove a slot that is of no more use, unless it is being read or written."""
         self._let_go(path, Arena.drop)
 
     def empty_if_free(self, path: Path) -> None:
-        """The same, but its memory stays: a save will want it, and others may take what is free."""
+        """The same, but keep its memory: a save will need it, and other programs may take what is
+        free."""
         self._let_go(path, Arena.empty)
 
     def _let_go(self, path: Path, how: Callable[[Arena, Path], None]) -> None:
@@ -269,8 +272,8 @@ def _digest_slot(maps: SlotMaps, path: Path, version: Version) -> Sidecar | None
 def digest_of_slot(path: Path, slot: Slot, meta: SlotMeta) -> Sidecar:
     """The digest beside the slot; if there is none, it is computed and put there.
 
-    Without a pin the slot may be overwritten meanwhile: then the digest is of a version that is
-    nowhere, and is found by nobody.
+    Without a pin the slot may be overwritten meanwhile: then the digest belongs to a version that
+    no longer exists, and is never looked up.
     """
     sidecar = read_sidecar(path)
     if sidecar is None or sidecar.version != meta.version:
@@ -287,7 +290,7 @@ def _data_digest(slot: Slot, meta: SlotMeta) -> int:
 
 
 def compare_slot(maps: SlotMaps, path: Path, version: Version) -> str:
-    """What is wrong with a slot; nothing if it is as its digest says, or if it has none yet."""
+    """What is wrong with a slot; nothing if it matches its digest, or if it has none yet."""
     with maps.reading(path) as slot:
         meta = slot.read()
         if meta is None or meta.version != version:

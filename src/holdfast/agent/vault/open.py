@@ -21,7 +21,7 @@ from holdfast.model.errors import HoldfastError, RejectedError
 from holdfast.protocol import checkpoints as c
 
 READERS_S = 10.0
-"""How long others leave the memory and the disk to workers that restore."""
+"""For at most this time, writing to storage leaves memory and disk to workers that restore."""
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +120,8 @@ class Opener:
             elif here is not None:
                 self.bad.append(c.BadCopy(version, part, self._means.node_id, str(exc)))
             else:
-                # Of parity this is one of the blocks: without it nobody tries to rebuild again.
+                # With parity the source is one of the blocks: without it the master plans no other
+                # rebuild.
                 self.bad.append(c.BadCopy(version, source.part, source.node_id, str(exc)))
             raise RejectedError(
                 f"part {part} of step {version.step} cannot be had from {_where(source)}: {exc}"
@@ -128,13 +129,13 @@ class Opener:
         self._means.tally.restored(source.kind)
         ready = self._ready.get((version, part))
         if ready is None:
-            self._memory.unpin(pin)  # Everybody who wanted it is gone.
+            self._memory.unpin(pin)  # All ranks that wanted it are gone.
         else:
             ready.pin = pin
         return path
 
     async def wait_for_readers(self) -> None:
-        """Until nobody reads, but not for long: a worker may hang over it."""
+        """Wait until no rank reads, but not for long: a worker may hang while it reads."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READERS_S):
                 while self._ready:
@@ -142,7 +143,7 @@ class Opener:
                     await self._all_read.wait()
 
     def close(self, local_rank: int, own_parts: Iterable[str], bad: Collection[str] = ()) -> None:
-        """A rank has read what it opened, or will not any more; some of it was `bad`."""
+        """A rank has read what it opened, or never will; some of the parts were `bad`."""
         for key, ready in list(self._ready.items()):
             if local_rank not in ready.readers:
                 continue
@@ -171,7 +172,8 @@ class Opener:
         self._no_room = ""
 
     def take_no_room(self) -> str:
-        """Why the last turn could be restored from no copy at all; told once, then forgotten."""
+        """Why the last turn found no room for a part, whatever its copies; told once, then
+        forgotten."""
         why, self._no_room = self._no_room, ""
         return why
 
@@ -188,13 +190,14 @@ class Opener:
 
 
 def _note_failure(arrival: asyncio.Task[Path]) -> None:
-    """Whoever waited may be gone: then nobody else asks how it went."""
+    """Take the error: if the ranks that waited are gone, nothing else does, and asyncio
+    complains."""
     if not arrival.cancelled():
         arrival.exception()
 
 
 def _what_comes(sources: Sequence[c.Source]) -> str:
-    """Which part these sources give: of parity there is one for each thing that it takes."""
+    """Which part these sources give: for parity there is one source for each ingredient."""
     source = sources[0]
     return source.asked if source.kind == "parity" else source.part
 

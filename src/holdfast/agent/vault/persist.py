@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of one series to storage: whose turn it is, writing, committing, what became of it.
+"""Brings one series to storage: takes its turn, writes, commits, and keeps the outcome.
 
-The master decides which version goes when, and who writes which part. This node holds the slots
-still (pins them) from their sealing on and for as long as an attempt may need them.
+The master decides which version goes when, and which node writes which part. This node holds the
+slots still (pins them) from their sealing on and for as long as an attempt may need them.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _WRITE = "write"
 
 
 class Persister:
-    """What of one series is on its way to storage through this node."""
+    """The versions of one series that are on their way to storage through this node."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Persister:
         self._depot = depot
         self._readers_gone = readers_gone
         self._directory = depot.series.directory
-        #: Held from sealing on, by version: whether they will be needed is not known yet.
+        #: Pins by version, held from sealing on: whether they will be needed is not known yet.
         self._waiting: dict[Version, list[Pin]] = {}
         #: What is being written or committed here, by attempt: orders may come twice.
         self._attempts: dict[str, asyncio.Task[None]] = {}
@@ -67,7 +67,7 @@ class Persister:
 
     @property
     def writing(self) -> tuple[c.Writing, ...]:
-        """What this node writes; a new master cannot know it."""
+        """What this node is writing: a new master has to ask, because it cannot know."""
         return tuple(self._writing)
 
     async def settled(self) -> c.PersistState:
@@ -77,7 +77,8 @@ class Persister:
         return self.state
 
     async def all_settled(self) -> c.PersistState:
-        """The same for what some workers of this node have sealed, and others have not yet."""
+        """The same, also for versions that some workers of this node have sealed and others have
+        not."""
         while self._waiting or not self.is_idle:
             await self._changed.wait()
         return self.state
@@ -85,7 +86,8 @@ class Persister:
     # ---- steps that workers want on storage -----------------------------------------------------
 
     def part_sealed(self, version: Version, part: str) -> None:
-        """A part shall go to storage once the others are there too: hold it still until then."""
+        """A part is to go to storage once the other parts are there too: hold it still until
+        then."""
         path = self._memory.find(self._directory, version, part)
         if path is not None:
             pin = self._memory.pin(path, f"step {version.step} goes to storage")
@@ -117,7 +119,7 @@ class Persister:
             plan = await self._means.ask(ask, c.PersistPlan)
             await self._write(step.version, step.shape, plan.attempt, plan.parts)
         except FencedError:
-            return  # The round is over; what the next one does about this step is its business.
+            return  # The round is over; the next round decides about this step.
         except HoldfastError as exc:
             self.problem = f"step {step.version.step} is not on storage: {exc}"
             raise
@@ -129,7 +131,8 @@ class Persister:
     async def _write(
         self, version: Version, shape: Shape, attempt: str, parts: tuple[str, ...]
     ) -> None:
-        """Write the parts and hear what became of the whole; RejectedError if it was given up."""
+        """Write the parts and wait for the outcome of the attempt; RejectedError if it was given
+        up."""
         writing = c.Writing(attempt, parts)
         self._writing.append(writing)
         try:
@@ -176,7 +179,7 @@ class Persister:
             if (path := self._memory.find(self._directory, order.version, part)) is not None
         ]
         work = self._obey(order, pins)
-        # A node may be told twice in an attempt: when it gets the parts of a lost node as well.
+        # A node may get two orders in an attempt: the second one for the parts of a lost node.
         name = f"{_WRITE} {order.attempt} {' '.join(order.parts)}"
         self._once(name, work, f"{order.reason}: not on storage", pins)
 
@@ -208,7 +211,7 @@ class Persister:
         if problem:
             raise RejectedError(problem)
         self.committed = max(self.committed, order.version)
-        with suppress(FencedError):  # It is committed; others remove what nobody wants.
+        with suppress(FencedError):  # It is committed; another node removes the old ones.
             await self._depot.apply_retention(fence)
 
     def _once(

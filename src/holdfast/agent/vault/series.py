@@ -49,14 +49,15 @@ class SeriesKeeper:
         self._saved_since_restore = 0
 
     def open(self, request: c.SeriesOpen) -> None:
-        """A worker of the present round is there."""
+        """A worker of the present round has opened the series."""
         self.series = self.depot.series = self.copies.series = request.series
         if request.round > self._round:
             self.begin_round(request.round)
         self._steps.rank_is(request.local_rank, request.rank)
 
     def begin_round(self, round: int) -> None:
-        """The workers before are gone: what they were given, had opened or asked is void."""
+        """The previous workers are gone: their slots, their opened parts and their questions are
+        void."""
         self._round, self._lineage, self._plan, self._stored = round, -1, None, None
         for path in self._granted.values():
             self._memory.give_back(path)
@@ -72,13 +73,13 @@ class SeriesKeeper:
     # ---- slots ----------------------------------------------------------------------------------
 
     def reserve(self, part: str, size: int) -> c.SlotsReserved:
-        """Memory for a part will be needed."""
+        """Set memory aside that a part will need."""
         key = PartKey(self.series.directory, part)
         paths = self._memory.reserve(key, size, self.series.slots)
         return c.SlotsReserved(tuple(str(path) for path in paths))
 
     async def grant(self, ask: c.SlotAsk) -> c.SlotGrant:
-        """A slot for a part of a step; what its writer was given before is void."""
+        """A slot for a part of a step; the slot that the writer was given before is void."""
         if self._lineage < 0:
             raise RejectedError(
                 f"step {ask.step} cannot be saved yet: the ranks have not agreed where to begin"
@@ -148,7 +149,8 @@ class SeriesKeeper:
         return any(h.meta.version == version and self._memory.is_on_disk(h.path) for h in held)
 
     def _forget_strangers(self, shape: Shape) -> None:
-        """Parts of ranks that have moved to other nodes go once nobody can want them any more."""
+        """Remove parts of ranks that have moved to other nodes, once no restore can want them any
+        more."""
         self._saved_since_restore += 1
         if self._saved_since_restore != self.series.slots + 1:
             return
@@ -159,7 +161,7 @@ class SeriesKeeper:
                 self._memory.drop_if_free(held.path)
 
     def newest_held(self) -> Version:
-        """The newest version of which a part is in the memory of this node; NONE if none is."""
+        """The newest version with a part in the memory of this node; NONE if there is none."""
         held = self._memory.held(self.series.directory)
         return max((one.meta.version for one in held), default=NONE)
 
@@ -189,7 +191,7 @@ class SeriesKeeper:
     async def _take_turn(self, turn: Turn) -> None:
         meeting = self._meeting
         if no_room := self._opener.take_no_room():
-            # To go back to an older state for want of room, or to begin from nothing, is no answer.
+            # A lack of room must not make the job go back to an older state, or begin from nothing.
             for asked in meeting.answered():
                 _fail(asked, RejectedError(no_room))
             return
@@ -242,7 +244,8 @@ class SeriesKeeper:
         )
 
     async def _look_at_storage(self, *, is_needed: bool) -> tuple[Stored, ...]:
-        """What is committed, as the first node sees it; what is in memory may do without."""
+        """What is committed, as the first node sees it. If storage fails, memory alone may be
+        enough."""
         self._storage_problem = ""
         if self._means.group_rank > 0:
             return ()
@@ -293,7 +296,8 @@ class SeriesKeeper:
         return [str(path) for path in newest.values()]
 
     async def verify_newest(self) -> None:
-        """Look at the newest slots while the next workers start, so that these need not."""
+        """Verify the newest slots while the next workers start, so that they need not wait for
+        it."""
         checked: set[PartKey] = set()
         for held in self._memory.held(self.series.directory):
             if held.key in checked:

@@ -36,7 +36,8 @@ KEPT_SLOTS = 2
 """The newest safe version, and the one that comes or came after it."""
 
 KEPT_FOR_OTHERS = 0
-"""In keys of slots. Names of parts differ between nodes, so it need not say for whom."""
+"""The node in the keys of slots that are kept for others. Names of parts differ between nodes, so
+the key need not say for which node."""
 
 Result = TypeVar("Result")
 
@@ -109,7 +110,7 @@ class Shelf:
         return self._memory.find(put.directory, put.holding.version, name) is not None
 
     def _taker(self, put: PartPut, name: str) -> _Incoming:
-        """What takes the bytes: what was begun before a connection broke, or something new."""
+        """What takes the bytes: one that was begun before a connection broke, or a new one."""
         key, version = (put.directory, name), put.holding.version
         incoming = self._incoming.get(key)
         if incoming is not None and incoming.version == version and _goes_on(incoming, put):
@@ -144,7 +145,7 @@ class Shelf:
                 self._memory.unpin(pin)
 
     def _after(self, put: PartPut, name: str, incoming: _Incoming) -> None:
-        """A connection is through with it, or broke: keep what is whole, drop what is spoilt."""
+        """A connection has ended or broken: keep what is whole, drop what is spoilt."""
         key, taker = (put.directory, name), incoming.taker
         if self._incoming.get(key) is not incoming:
             return

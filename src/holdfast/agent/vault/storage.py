@@ -44,7 +44,7 @@ class Depot:
         self._is_in_order = False
 
     def close(self) -> None:
-        """Do not try again what fails from now on, and commit and remove nothing more."""
+        """From now on, do not repeat what fails, and commit and remove nothing more."""
         self._stop.set()
 
     def _failed(self, why: str) -> None:
@@ -73,7 +73,7 @@ class Depot:
             return self._storage
 
     async def stored(self) -> tuple[Stored, ...]:
-        """What is committed; damaged ones are said and passed over."""
+        """The committed checkpoints; damaged ones are reported and passed over."""
         storage = await self._open()
         await self._look_for_others(storage)
         problems: list[str] = []
@@ -83,8 +83,8 @@ class Depot:
         return tuple(committed.stored for committed in found)
 
     async def _look_for_others(self, storage: Storage) -> None:
-        """Say that another job writes here; or go on to show that this one does."""
-        with suppress(HoldfastError, OSError):  # It may only be allowed to read.
+        """Warn if another job writes here; if this job holds the claim, keep renewing it."""
+        with suppress(HoldfastError, OSError):  # This job may only be allowed to read.
             other = await self._means.urgently(self._claim.look, storage)
             if other is not None:
                 self._means.say(
@@ -98,7 +98,7 @@ class Depot:
     async def _take(self) -> Storage:
         """The storage, once it is known that no other job writes there; RejectedError if one does.
 
-        Asked by the first node before it writes and by the one that commits.
+        Called by the first node before it writes, and by the node that commits.
         """
         storage = await self._open()
         if self._renewing is None or self._renewing.done():
@@ -112,7 +112,7 @@ class Depot:
         return storage
 
     async def _put_in_order(self, storage: Storage) -> None:
-        """Finish what a node has left that died while it gave a checkpoint its name."""
+        """Finish the work of a node that died while it gave a checkpoint its name."""
         # Writing goes on in any case: a commit does the same for its step, and says what fails.
         order = functools.partial(put_in_order, storage, self.series, self.fence())
         try:
@@ -132,11 +132,12 @@ class Depot:
             )
 
     async def _renew(self, storage: Storage) -> None:
-        """Only the first node does: if it is lost, the next one goes on when it has restored."""
+        """Renew the claim. Only the first node does: if it is lost, the next first node goes on
+        when it has restored."""
         while self._means.group_rank == 0:
             await asyncio.sleep(RENEW_S)
             fenced = FencedStorage(storage, self.fence())
-            # What another job has done meanwhile ends this, a storage that fails does not.
+            # Another job that has taken the claim ends this; a storage that fails does not.
             with suppress(RetryableError, FencedError, OSError):
                 await self._means.quietly(self._claim.take, fenced)
 
@@ -211,7 +212,7 @@ class Depot:
     async def commit(self, order: c.CommitOrder, fence: Callable[[], None]) -> None:
         """Make a checkpoint of what all nodes have written for the attempt.
 
-        `fence` raises FencedError once this node must not.
+        `fence` raises FencedError once this node must not commit any more.
         """
         notes = await self._means.urgently(
             commit,
@@ -222,7 +223,7 @@ class Depot:
             stop=self._stop,
             fence=fence,
         )
-        # Not sooner: where only commits fail, it would be said again at every attempt.
+        # Not sooner: if only commits fail, it would be reported again at every attempt.
         self._is_failing = False
         for note in notes:
             self._means.say(note)
@@ -235,11 +236,11 @@ class Depot:
     async def apply_retention(self, fence: Callable[[], None]) -> None:
         """Remove what the rules of the series do not keep, and what dead attempts left.
 
-        `fence` raises FencedError once this node must not.
+        `fence` raises FencedError once this node must not remove anything any more.
         """
         storage = FencedStorage(await self._open(), fence)
         await self._means.quietly(apply_retention, storage, self.series)
-        # No attempt lives for as long as what is removed here has not been touched.
+        # What is removed here has not been touched for longer than any attempt lives.
         await self._means.quietly(clean_leftovers, storage, ())
 
     async def remove(self, steps: tuple[int, ...]) -> None:

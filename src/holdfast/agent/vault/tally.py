@@ -28,15 +28,16 @@ class TallyBook:
         self.written_bytes = 0
 
     def sealed(self, version: Version, waited_s: float) -> None:
-        """A worker has sealed a part; the training waited so long for it."""
+        """A worker has sealed a part; the training waited `waited_s` for it."""
         self._waits[version] = max(waited_s, self._waits.get(version, 0.0))
 
     def saved(
         self, directory: str, step: SavedStep, *, is_first_node: bool, is_in_memory: bool = True
     ) -> None:
-        """All workers of this node have. The first node of a world counts its saves.
+        """All workers of this node have sealed the step. The first node of a world counts its
+        saves.
 
-        What went through the disk is not in memory: that it reaches storage is counted there.
+        A step that went through the disk is not in memory: it counts once it reaches storage.
         """
         if is_in_memory:
             self._directory = directory
@@ -47,22 +48,22 @@ class TallyBook:
         self._waits = {v: waited_s for v, waited_s in self._waits.items() if v > step.version}
 
     def went_back(self, directory: str, version: Version) -> None:
-        """All ranks go on from this version: what was saved after it cannot be gone back to."""
+        """All ranks go on from this version: what was saved after it can no longer be restored."""
         if directory == self._directory:
             self._step = min(self._step, version.step)
 
     def failed(self, step: int, why: str) -> None:
-        """A worker could not save a step; the others of this node may say so too."""
+        """A worker could not save a step; other workers of this node may report the same."""
         if step != self._failed_step:
             self._failed += 1
         self._failed_step, self._failed_why = step, why[:WHY_MAX]
 
     def moved(self, size: int) -> None:
-        """So many bytes of a part have gone to storage."""
+        """This many bytes of a part have gone to storage."""
         self.written_bytes += size
 
     def written(self, seconds: float) -> None:
-        """A part is on storage; it took so long."""
+        """A part is on storage; writing it took `seconds`."""
         self._written_s += seconds
 
     def restored(self, source: str) -> None:

@@ -2,8 +2,8 @@
 """The vault: keeps the memory checkpoints of this node's workers and moves them where they belong.
 
 Workers ask for slots and write them; everything else about their bytes happens here, beside the
-training. What is decided for a whole job (which version, whose turn, when it is committed) the
-master decides; the vault asks it and carries it out.
+training. The master decides for the whole job (which version, whose turn, when it is committed);
+the vault asks it, and carries out what it decides.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def _disk_of(token: bytes) -> Arena:
 
 
 def _job_of(token: bytes) -> str:
-    """Jobs have no names that are theirs alone, but tokens that are."""
+    """The name of the job here. It is made of the token, which no other job has."""
     return f"job-{hashlib.sha256(token).hexdigest()[:16]}"
 
 
@@ -85,9 +85,9 @@ class Vault:
         open_storage: Callable[[str], Storage] = open_storage,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_tls`: no agent talks to another without it.
+        """`has_tls`: agents talk to each other over TLS only.
 
-        Others reach this one at `host`; empty: there are no others. `make_disk` is None where
+        Other agents reach this one at `host`; empty: there are none. `make_disk` is None where
         nothing may go through the disk. `monotonic` is the clock of the event loop, for threads.
         """
         self._means = Means(
@@ -128,7 +128,7 @@ class Vault:
 
     @property
     def peer_certificate(self) -> str:
-        """The fingerprint of what it shows there; empty without TLS."""
+        """The fingerprint of the certificate that the vault shows there; empty without TLS."""
         return "" if self._identity is None else self._identity.fingerprint
 
     def tally(self) -> c.Tally | None:
@@ -153,14 +153,14 @@ class Vault:
         def served(task: asyncio.Task[None]) -> None:
             tasks.pop(task, None)
             if not task.cancelled() and (error := task.exception()) is not None:
-                # Whoever asked must not wait for ever because of a mistake of ours.
+                # The worker must not wait for ever because of a mistake of ours.
                 link.answer(m.Refused("rejected", f"{error!r}: a bug in Holdfast"), frame.call)
                 self._means.report(error, f"answering {type(body).__name__}")
 
         task.add_done_callback(served)
 
     def link_closed(self, link: Link) -> None:
-        """A worker's connection is gone: nobody waits for those answers."""
+        """A worker's connection is gone: stop working on its requests."""
         for task in self._held.pop(link.number, ()):
             task.cancel()
 
@@ -218,7 +218,7 @@ class Vault:
         return keeper
 
     async def _settled(self, keeper: SeriesKeeper, timeout_s: float) -> c.PersistState:
-        if not 0 <= timeout_s <= WAIT_S_MAX:  # Also false for what is no number.
+        if not 0 <= timeout_s <= WAIT_S_MAX:  # This refuses NaN too.
             raise RejectedError(f"nothing can be waited for {timeout_s:g} s")
         try:
             async with asyncio.timeout(timeout_s):
@@ -240,11 +240,11 @@ class Vault:
         self._means.fence.leased(until)
 
     def given_up(self) -> None:
-        """The master has replaced this node, or tells it to go: its orders are void."""
+        """The master has replaced this node, or tells it to leave: its earlier orders are void."""
         self._means.fence.given_up()
 
     def pushed(self, body: c.CheckpointPush) -> None:
-        """The master wants something done; what it is about may be unknown to a new agent."""
+        """Do what the master wants; the vault of a new agent may not know the directory yet."""
         match body:
             case c.InventoryWanted():
                 holdings = self._memory.holdings(body.directory)
@@ -270,7 +270,7 @@ class Vault:
     # ---- rounds and ends ------------------------------------------------------------------------
 
     def begin_round(self, round: int, group_rank: int) -> None:
-        """All workers of the round before are gone, those of this one are about to start."""
+        """All workers of the previous round are gone; those of this one are about to start."""
         self._means.group_rank = group_rank
         self._memory.writers_are_gone()
         for keeper in self._series.values():
@@ -278,7 +278,8 @@ class Vault:
             self._means.spawn(keeper.verify_newest(), "the memory could not be verified")
 
     def newest_of(self, rank: int) -> tuple[str, ...]:
-        """Where the newest of what this rank may load is, as far as it is known before it asks."""
+        """The slots with the newest parts that this rank may load, as far as is known before it
+        asks."""
         return tuple(path for keeper in self._series.values() for path in keeper.newest_of(rank))
 
     @property
@@ -287,7 +288,8 @@ class Vault:
         return all(keeper.persister.is_idle for keeper in self._series.values())
 
     async def settle(self, timeout_s: float = SETTLE_S) -> None:
-        """Wait until nothing is on its way to storage, and say now and then what is."""
+        """Wait until nothing is on its way to storage, and tell the user now and then what still
+        is."""
         until = self._loop.time() + timeout_s
         while not self.is_idle and self._loop.time() < until:
             busy = [k for k in self._series.values() if not k.persister.is_idle]
@@ -312,8 +314,8 @@ class Vault:
         ]
 
     async def flush(self, timeout_s: float) -> None:
-        """Let what is on its way to storage get there before this node goes, and bring the newest
-        complete version of every series that wants it at the end."""
+        """Let what is on its way to storage get there before this node leaves, and bring there the
+        newest complete version of every series that has a breakpoint save."""
         unsaved = self._unsaved()
         others = [keeper for keeper in self._series.values() if keeper not in unsaved]
         try:
@@ -342,7 +344,7 @@ class Vault:
             keeper.depot.close()
 
     async def close(self) -> None:
-        """End: what is not on storage or on other nodes by now is gone."""
+        """End: what is neither on storage nor on other nodes by now is lost."""
         self.left()
         for tasks in self._held.values():
             for task in tasks:
@@ -353,7 +355,7 @@ class Vault:
 
 
 def _client(address: str, token: bytes, *, has_tls: bool) -> PeerClient:
-    """The way to another agent, by what the master calls its address."""
+    """A client for another agent, from the address that the master gave."""
     place, _, certificate = address.partition("#")
     if has_tls and not certificate:
         raise RejectedError(f"{place} has no certificate, but the agents of this job use TLS")
