@@ -2,8 +2,8 @@
 """Sets memory aside in a thread of low priority, before it is needed.
 
 A slot can be written once its pages are set aside; before that a write could find the file system
-full, which kills the writer with SIGBUS. The pages are not touched here: the first touch is what
-takes long, and the one who will write the slot does it into its own mapping (torch/writing.py).
+full, which kills the writer with SIGBUS. The pages are not touched here: the first touch takes
+long, and the process that will write the slot does it in its own mapping (torch/writing.py).
 """
 
 import os
@@ -15,7 +15,7 @@ from holdfast.model.errors import StateError
 
 _AT_ONCE_MAX = 4 * 1024 * 1024
 _PIECE = 64 * 1024 * 1024
-"""So much is set aside at a time, so that it can be stopped in between."""
+"""This much is set aside at a time, so that the thread can stop in between."""
 
 
 class Allocator:
@@ -47,7 +47,8 @@ class Allocator:
         return allocated
 
     def close(self) -> None:
-        """Return when no file is open any more; it takes as long as those that still exist."""
+        """Return when no file is open any more; memory for files that still exist is set aside
+        first."""
         self._thread.shutdown()
 
 

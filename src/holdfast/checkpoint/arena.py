@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared memory of one agent: which slots there are, who may write which, who reads which.
+"""The shared memory of one agent: its slots, their writers and their readers.
 
     <root>/<12 hex of the directory>/<part>.<n>          a part of this node
     <root>/<12 hex of the directory>/<part>@<node>.<n>   kept for another node
 
 The rule that everything rests on: the newest sealed slot of a part is not given away for writing,
-nor is one that somebody has pinned. An arena is used by one thread, the agent's event loop; setting
-memory aside takes long and is done by a thread of low priority behind it.
+nor is a pinned one. An arena is used by one thread, the agent's event loop; setting memory aside
+takes long and is done by a thread of low priority behind it.
 
-Others may remove the files at any moment: systemd when a user has logged out (RemoveIPC), a batch
-system at the end of another job, a cleaner. A slot without its file is forgotten, and the next save
-gets a new one.
+Other programs may remove the files at any moment: systemd when a user has logged out (RemoveIPC), a
+batch system at the end of another job, a cleaner. The arena forgets a slot without its file, and
+the next save gets a new one.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from holdfast.model.checkpoint import NONE, Version
 from holdfast.model.errors import RejectedError, StateError
 
 DEAD_AFTER_S = 900.0
-"""What dead agents of other jobs left is removed when it was not touched for so long."""
+"""What dead agents of other jobs left is removed when it was not touched for this long."""
 
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]*")
 _FILE_NAME = re.compile(r"(?P<part>[A-Za-z0-9_+-]+)(@(?P<node>\d+))?\.(?P<number>\d+)")
@@ -85,12 +85,13 @@ class _SlotState:
         return not self.is_granted and not self.pins
 
     def cost_of_writing(self, size: int) -> tuple[Version, bool, bool]:
-        """The lowest is written first: the oldest; of the empty ones, what fits and is ready."""
+        """The slot with the lowest cost is written first: the oldest version; of the empty ones, a
+        slot that is large enough and ready."""
         return self.version, self.size < size, not self.allocated.done()
 
 
 class Pin:
-    """As long as it is held, nobody gets the slot for writing."""
+    """While it is held, the slot is not given away for writing."""
 
     def __init__(self, slot: _SlotState, why: str) -> None:
         self.path = slot.path
@@ -136,7 +137,7 @@ class Arena:
         self._allocator = Allocator()
         self._number = _highest_number(self._root.path)
         self.lost = 0
-        """How many slots others have removed."""
+        """How many slots other programs have removed."""
         try:
             self._take_over(self._root.path)
             self._remove_strays()
@@ -149,7 +150,7 @@ class Arena:
         return self._root.path
 
     def reserve(self, key: PartKey, size: int, slots: int) -> tuple[Path, ...]:
-        """Set aside what is missing to `slots` slots with room for `size` bytes of data each.
+        """Set memory aside until there are `slots` slots with room for `size` bytes of data each.
 
         Returns the slots that there are, so that workers can map them before they need them.
         """
@@ -175,10 +176,10 @@ class Arena:
     ) -> Path | Busy:
         """A slot to write `size` bytes of data to; `sealed` or `give_back` ends the grant.
 
-        One of those to `avoid` is taken only if there is no other. When the newest is the only one
-        that is not in use, a part of this node gets one slot more: a rank that dies now may need
-        the newest of the others. Where that has no room, the newest is given. When all are in use,
-        there may be so many `more`.
+        A slot of those to `avoid` is taken only if there is no other. When the newest is the only
+        one that is not in use, a part of this node gets one slot more: if a rank dies now, all
+        ranks may have to restore the newest. Without room for one more, the newest is given. When
+        all are in use, there may be `more` further slots.
         """
         self._forget_removed()
         mine = self._of(key)
@@ -223,7 +224,7 @@ class Arena:
         return self._hand_out(slot)
 
     def sealed(self, path: str | Path) -> Held:
-        """The one who had the grant has sealed the slot. StateError when that is not so."""
+        """The writer has sealed the slot that it was granted. StateError if it has not."""
         slot = self._known(path)
         slot.is_granted = False
         slot.meta = _meta_of(slot.path)
@@ -242,22 +243,22 @@ class Arena:
         return Held(slot.key, slot.path, slot.meta)
 
     def give_back(self, path: str | Path) -> None:
-        """The one who had the grant is gone, or wants it no more."""
+        """The writer that had the grant is gone, or no longer wants it."""
         slot = self._slots.get(Path(path))
         if slot is not None and slot.is_granted:
             slot.is_granted = False
             slot.meta = _meta_of(slot.path)
 
     def pin(self, path: str | Path, why: str) -> Pin:
-        """Nobody gets this slot for writing until the pin is released."""
+        """Do not give this slot away for writing until the pin is released."""
         return Pin(self._known(path), why)
 
     def drop(self, path: str | Path) -> None:
-        """Remove a slot: it is damaged, or nobody needs it any more. Refused while it is in use."""
+        """Remove a slot that is damaged or not needed any more. Refused while it is in use."""
         self._remove(self._unused(path))
 
     def empty(self, path: str | Path) -> None:
-        """What is in a slot is worth nothing any more; its memory stays, for the next save.
+        """The content of a slot is of no more use; its memory stays, for the next save.
 
         Refused while it is in use.
         """
@@ -284,13 +285,13 @@ class Arena:
             try:
                 self._take_over(orphan.path)
             except OSError:
-                orphan.release()  # What is left in it is for whoever has room.
+                orphan.release()  # An agent that has room may take over the rest.
                 raise
             orphan.remove()
         return [held for held in self.holdings() if held.path not in before]
 
     def sweep(self, idle_s: float = DEAD_AFTER_S) -> list[Path]:
-        """Remove what dead agents of other jobs left; what they were."""
+        """Remove what dead agents of other jobs left; returns their folders."""
         removed = []
         for dead in self._root.dead(idle_s):
             removed.append(dead.path)
@@ -304,9 +305,10 @@ class Arena:
         self._allocator.close()
 
     def _forget_removed(self) -> None:
-        """Who reads or writes such a slot keeps its memory, but there is nothing to be had of it.
+        """Forget slots that have no file any more: a process that has one mapped keeps its memory,
+        but no other process can open it.
 
-        Its pins and its grant end as those of any other slot.
+        Its pins and its grant end like those of any other slot.
         """
         for path in [path for path in self._slots if _is_gone(path)]:
             del self._slots[path]
@@ -328,7 +330,7 @@ class Arena:
         return slot
 
     def _may_be_lost(self, slot: _SlotState, slots: int) -> bool:
-        """Whether something newer, or as good as we can have, stays when this is overwritten."""
+        """Whether this slot may be overwritten: a newer one stays, or there is no better choice."""
         if slot.meta is None or slots == 1:
             return True
         if not self._is_newest(slot):
@@ -380,7 +382,7 @@ class Arena:
         return slot
 
     def _new_path(self, key: PartKey) -> Path:
-        """Always a new one: who has mapped a removed slot never takes another for it."""
+        """Always a new one: a process that has mapped a removed slot never takes another for it."""
         self._number += 1
         owner = "" if key.node < 0 else f"@{key.node}"
         folder = self._root.path / hashlib.sha256(key.directory.encode()).hexdigest()[:12]
@@ -393,7 +395,7 @@ class Arena:
         sidecar_path(slot.path).unlink(missing_ok=True)
 
     def _remove_strays(self) -> None:
-        """What a dead agent left in our own root and what is no sealed slot."""
+        """Remove what a dead agent left in our own root, except sealed slots."""
         for path in self._root.path.glob("*/*"):
             if path not in self._slots and path.with_suffix("") not in self._slots:
                 path.unlink(missing_ok=True)
@@ -442,7 +444,7 @@ def _is_gone(path: Path) -> bool:
     except FileNotFoundError:
         return True
     except OSError:
-        return False  # A disk that fails now may do again, and then the slot is removed.
+        return False  # A disk that fails now may work again, and then the slot is removed.
     return False
 
 

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a checkpoint of files that are all on storage: the manifest, the name, the tracker.
 
-Whoever dies between two steps of this leaves the old state of the directory or the new one, and
-doing it again from the start finishes it. The order is what guarantees that:
+A node that dies between two of these steps leaves the old state of the directory or the new one,
+and doing all steps again finishes the commit. The order of the steps guarantees that:
 
-1. The node takes the directory of the attempt: from now on no other changes it (file systems).
-2. All files are there with their sizes, and nothing else is.
+1. The node takes the directory of the attempt: from now on no other node changes it (file systems).
+2. It checks that all files are there with their sizes, and removes anything else.
 3. The manifest is written beside them.
 4. The directory gets its name. The newest of several checkpoints of a step has the plain one.
 5. The tracker names the newest checkpoint.
 6. Older checkpoints of the step are removed.
 
-A node that stands still between two steps, and goes on when others have committed the same attempt,
-a newer version of the step or a later step, changes nothing of theirs. On file systems that is the
-work of naming.py; in stores of objects every attempt has names of its own.
+A node may stand still between two steps, and go on when other nodes have committed the same
+attempt, a newer version of the step or a later step. It then changes nothing of theirs. On file
+systems naming.py takes care of that; in stores of objects every attempt has names of its own.
 
-What has its name is committed. If the fence closes after that, this node still sees to it that the
-plain name and the tracker lead to the newest, which it may just have taken from there; it removes
-nothing. Where two directories cannot swap names, a death may leave nothing under the plain name:
-that is put in order when a node begins to write there.
+A checkpoint that has its name is committed. If the fence closes after that, this node still makes
+the plain name and the tracker lead to the newest checkpoint, because it may just have taken that
+one away from there; it removes nothing. Where two directories cannot swap names, a node that dies
+may leave nothing under the plain name: a node that begins to write there puts that in order.
 """
 
 import threading
@@ -57,7 +57,7 @@ from holdfast.protocol.checkpoints import CommitOrder
 from holdfast.runtime.observe import wall_clock
 
 _TRIES = 10
-"""How often others may change the directory in the middle of this."""
+"""How often other nodes may change the directory during one commit."""
 
 
 class _FilesMissingError(RejectedError):
@@ -73,14 +73,15 @@ def commit(
     stop: threading.Event | None = None,
     fence: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Commit what the order describes; returns what the user should know beside that.
+    """Commit what the order describes; returns what else the user should know.
 
     `fence` is called before every change of the storage; it raises FencedError once this node must
     not make it any more.
 
     It may be done again, by another node too: what is committed already stays as it is.
-    RejectedError or RetryableError when it cannot be done; then the old state stands. So also when
-    it was done, but others have replaced the checkpoint by a newer one or removed it since.
+    RejectedError or RetryableError when it cannot be done; then the old state stands. They are also
+    raised when it was done, but other nodes have since replaced the checkpoint by a newer one or
+    removed it.
     """
     what = f"step {order.version.step} could not be committed in {storage.url}"
     free = storage.free_bytes()
@@ -99,7 +100,7 @@ def _commit_at_last(
 ) -> list[str]:
     storage = FencedStorage(unfenced, fence)
     for _ in range(_TRIES):
-        # Others may have taken what this node works on: then it looks at what there is now.
+        # Another node may have taken what this one works on: then look at what there is now.
         try:
             return _commit(storage, unfenced, series, order)
         except FileNotFoundError:
@@ -119,7 +120,7 @@ def _commit(storage: Storage, unfenced: Storage, series: Series, order: CommitOr
     standing = list_step(storage, name)
     visible = name
     if _is_committed(storage, standing, order):
-        # By a node that may have died before the names were durable.
+        # It was done by a node that may have died before the names were durable.
         storage.sync(name)
     elif storage.can_rename:
         draft = claim(storage, order.attempt)
@@ -145,11 +146,11 @@ def _commit(storage: Storage, unfenced: Storage, series: Series, order: CommitOr
         if not storage.can_rename and _has_replaced(storage, of_step):
             of_step = list_step(storage, name)
     except FencedError:
-        # Not what it was about to do, which may be long out of date: it looks anew.
+        # Not what this node was about to do, which may be long out of date: it looks again.
         notes += _mend(unfenced, unfenced, series, name)
         of_step = list_step(unfenced, name)
         if any(one.version > order.version for one in of_step):
-            raise  # It came too late: others remove it.
+            raise  # This node came too late: another one removes its checkpoint.
     if not _is_there(storage, of_step, name, order):
         raise RejectedError(
             f"step {order.version.step} of lineage {order.version.lineage} is not there: "
@@ -161,13 +162,15 @@ def _commit(storage: Storage, unfenced: Storage, series: Series, order: CommitOr
 def put_in_order(
     unfenced: Storage, series: Series, fence: Callable[[], None] = lambda: None
 ) -> list[str] | None:
-    """Let the name and the tracker lead to the newest checkpoint, if a commit died before that.
+    """Let the name and the tracker lead to the newest checkpoint, if a node died before it did
+    that.
 
-    Returns what the user should know, or None if it is to be looked at again: the newest is
-    damaged, or has names that this node has not heard of.
+    Returns what the user should know, or None if the directory must be looked at again later: the
+    newest checkpoint is damaged, or has names that this node does not know yet.
 
-    Nothing is removed: of two checkpoints of the step the newer may be damaged, and the older the
-    one that was restored. And only the newest step is looked at: others may be on their way out.
+    Nothing is removed: of two checkpoints of the step the newer may be damaged, and the job may
+    have restored the older. Only the newest step is looked at: other nodes may be removing older
+    ones.
     """
     storage = FencedStorage(unfenced, fence)
     found = list_all(storage, series).committed
@@ -175,11 +178,11 @@ def put_in_order(
         return []
     newest, names = found[0], found[0].series(series.directory)
     if (names.tracker, names.tracker_text) != (series.tracker, series.tracker_text):
-        return None  # Whoever has not heard of the names yet must not make a second tracker.
+        return None  # A node that does not know the names yet must not make a second tracker.
     name = series.name(newest.manifest.step)
     if not is_whole(storage, newest):
         if storage.can_rename and (whole := take_nameless(storage, name)) is not None:
-            # What the tracker says leads to it, and it is what the job has restored.
+            # The text of the tracker leads to it, and it is what the job has restored.
             take_plain_name(unfenced, whole.name, name, whole.manifest.attempt, removes=False)
         return None
     is_named = newest.name == name or not storage.can_rename
@@ -191,7 +194,7 @@ def put_in_order(
 def _mend(storage: Storage, unfenced: Storage, series: Series, name: str) -> list[str]:
     """Let the newest checkpoint of a step have the plain name, and the tracker name the newest.
 
-    Once something was taken, no fence may come between.
+    Once a directory was taken, the fence must not interrupt this.
     """
     notes: list[str] = []
     taken = take_misnamed(storage, name) if storage.can_rename else None
@@ -211,7 +214,7 @@ def _is_told(storage: Storage, series: Series, newest: Committed) -> bool:
 def _is_there(storage: Storage, of_step: list[Committed], name: str, order: CommitOrder) -> bool:
     """Whether the version is one of these, or of those that are there now.
 
-    A look misses what another renames meanwhile.
+    One look is not enough: it misses a directory that another node is renaming.
     """
     for _ in range(_TRIES):
         if any(one.version == order.version for one in of_step):
@@ -256,9 +259,9 @@ def _check_files(storage: Storage, place: str, order: CommitOrder) -> None:
 
 
 def _require_files_stay(storage: Storage, place: str, order: CommitOrder) -> None:
-    """The manifest may have come when others were removing the files: then it goes too.
+    """The manifest may have come while other nodes removed the files: then it is removed too.
 
-    In this order: who removes says so first, and takes that back when nothing is left.
+    The order matters: a node that removes says so first, and takes that back when nothing is left.
     """
     is_gone = is_going(storage, place)
     found = storage.files(place)
@@ -293,8 +296,9 @@ def point_tracker(
 ) -> list[Committed]:
     """Let the tracker name the newest committed checkpoint; returns all that there are.
 
-    Another may have committed between the look and the write: it is looked at again after that, and
-    corrected whatever a fence says. It does not go back from a checkpoint that cannot be read now.
+    Another node may have committed between the look and the write: so this looks again after a
+    write, and then corrects the tracker whatever a fence says. The tracker does not go back from a
+    checkpoint that cannot be read now.
     """
     known: dict[str, Manifest] = {}
     for _ in range(_TRIES):

@@ -2,8 +2,8 @@
 """Copies memory with several threads.
 
 The tasks of a job are cut into turns of about 16 MiB: few enough for Python to hand out, small
-enough for the threads to end together. Whoever waits for a job helps with it: a thread that would
-only block is a thread that can copy.
+enough for the threads to end together. A thread that waits for a job helps with it: instead of only
+blocking it can copy.
 
 Where the C extension (`_streaming.c`) is installed, as from a wheel, the bytes go past the caches,
 and their CRC-32C is known at the end (filling.py).
@@ -30,16 +30,18 @@ STREAMING = "holdfast.checkpoint._streaming"
 """The C extension, which may not be there."""
 
 CopyBytes = Callable[[int, int, int], object]
-"""Called with the address of the target, that of the source, and the length; they do not overlap.
+"""Called with the address of the target, the address of the source, and the length; the two do not
+overlap.
 
-It lets go of Python's lock meanwhile.
+It releases Python's lock meanwhile.
 """
 
 
 class CopyWithCrc(Protocol):
-    """The same, which goes on with the CRC-32C of bytes before these and returns that of both.
+    """The same copy. It continues the CRC-32C of the bytes before these, and returns the CRC-32C of
+    all.
 
-    With a pace: about so many bytes a second, evenly down to the single line of a cache.
+    `pace` limits it to about this many bytes a second, evenly down to the single line of a cache.
     """
 
     def __call__(
@@ -48,7 +50,7 @@ class CopyWithCrc(Protocol):
 
 
 class Pace:
-    """How fast a thread copies: slowly beside others who need the memory, until somebody waits."""
+    """How fast a thread copies: slowly beside others that need the memory, until a thread waits."""
 
     def __init__(self, bytes_per_s: float = 0.0) -> None:
         """0: as fast as it can."""
@@ -71,14 +73,14 @@ def streaming_copy(extension: str = STREAMING) -> CopyWithCrc | None:
 
 COPY_WITH_CRC = streaming_copy()
 
-# For every length: memory that is not in the caches it copied faster from 32 KiB on, and what is
-# shorter hardly counts.
+# For every length: from 32 KiB on it copied memory that is not in the caches faster, and shorter
+# copies hardly count.
 _copy_bytes: CopyBytes = COPY_WITH_CRC or ctypes.memmove
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """So many bytes from one address to another; both stay valid until the job is over."""
+    """A run of bytes from one address to another; both stay valid until the job is over."""
 
     source_address: int
     target_address: int
@@ -93,7 +95,7 @@ _Turn = list[tuple[int, int, int]] | Callable[[], None]
 
 
 class CopyJob:
-    """Tasks under way, taken up in order by whoever works on them."""
+    """Tasks under way; the threads that work on them take them up in order."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._turns = _cut(tasks)
@@ -123,7 +125,7 @@ class CopyJob:
                 self._report(is_done)
 
     def wait(self, timeout_s: float) -> None:
-        """Until all is done, helping. Raises what a task raised; TimedOutError if it takes longer.
+        """Help until all is done. Raises what a task raised; TimedOutError if it takes longer.
 
         After either, some copies may be missing, but none is under way once `stop` has returned.
         """
@@ -195,7 +197,7 @@ def _perform(turn: _Turn) -> None:
 
 
 class Copier:
-    """The threads that copy: made at the first use, and anew in a forked child."""
+    """The threads that copy: made at the first use, and made again in a forked child."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -207,7 +209,7 @@ class Copier:
         """Copy everything now, with all threads and the caller's."""
         job = CopyJob(tasks)
         if self._threads > 1:
-            # One that loses a race for the place has started no thread yet.
+            # A pool that loses a race for the place has started no thread yet.
             pool = self._pools.setdefault(
                 os.getpid(), ThreadPoolExecutor(self._threads - 1, "copy")
             )

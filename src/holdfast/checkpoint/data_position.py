@@ -60,7 +60,7 @@ class DataPosition(Struct, frozen=True, omit_defaults=True):
         )
 
     def wrong(self) -> str:
-        """What in it cannot be, whatever the dataset is; empty if all can."""
+        """The first impossible value in it, whatever the dataset is; empty if there is none."""
         numbers = [self.epoch, self.first_listed, *self.cut, *(one.samples for one in self.listed)]
         for piece in (*self.open, *self.aside):
             numbers += [piece.epoch, piece.extent, piece.begin, piece.end]

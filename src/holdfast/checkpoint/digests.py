@@ -2,8 +2,8 @@
 """Digests: whether bytes are still those that were saved.
 
 A digest is a CRC-32C over the little-endian CRC-32Cs of the chunks of 16 MiB, in order. So chunks
-can be checked by several threads, and while they are written or received. Nobody has to hold back
-an attacker here: whoever can change a slot or a file can change its digest too.
+can be checked by several threads, and while they are written or received. A digest does not hold
+back an attacker: a program that can change a slot or a file can change its digest too.
 
 The digest of a slot stands beside it in `<slot>.crc`, where a later agent still finds it. It comes
 with the copy (filling.py), or the agent computes it afterwards.
@@ -51,7 +51,7 @@ def digest_of(buffer: bytes | bytearray | memoryview) -> int:
 
 
 def join(first: int, second: int, length: int) -> int:
-    """The CRC-32C of two runs of bytes from those of each; the second run has this length."""
+    """The CRC-32C of two runs of bytes, from the one of each; the second run has this length."""
     return _times(first, _shift(length)) ^ second
 
 
@@ -151,7 +151,7 @@ def write_sidecar(path: str | Path, sidecar: Sidecar) -> None:
     """Put the digest of the slot at `path` beside it, in one move."""
     packed = msgspec.msgpack.encode(sidecar)
     place = sidecar_path(path)
-    # By thread: two that compute the same digest must not take each other's draft away.
+    # A draft per thread: two threads may compute the same digest at once.
     draft = Path(f"{place}.{threading.get_ident()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(fd, "wb") as file:

@@ -2,8 +2,9 @@
 """Copies into a slot, and out of it, that give its digest on the way.
 
 A digest that is computed later reads all bytes from memory once more, beside a training that waits
-for memory. So the copies are cut where the digest's chunks end, and whoever copies a chunk has its
-CRC-32C at the end. Out of a slot it is the digest of the bytes that arrived: of what will be used.
+for memory. So the copies are cut where the digest's chunks end, and the thread that copies a chunk
+has its CRC-32C at the end. For a copy out of a slot it is the digest of the bytes that arrived,
+which are the bytes that will be used.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ _Piece = tuple[int, int, int]
 """Offset in the data, address of the other end of the copy, and length."""
 
 _CACHED = 256 * 1024
-"""What was copied a moment ago and is this short is read again from a cache."""
+"""A copy this short is still in a cache when it is read again."""
 
 
 def copy_then_crc(target: int, source: int, length: int, crc: int = 0, pace: float = 0.0, /) -> int:
@@ -73,7 +74,7 @@ class _Chunks:
         raise NotImplementedError
 
     def _read(self, begin: int, end: int, crc: int) -> int:
-        """Go on with bytes that are here already."""
+        """Continue the CRC-32C with bytes that are in the slot already."""
         if begin == end:
             return crc
         with self._data[begin:end] as view:
@@ -84,9 +85,9 @@ class Filling(_Chunks):
     """The data of one slot on its way in."""
 
     def tasks(self, copies: Sequence[Copy], pace: Pace) -> list[Task]:
-        """Those of the copies that go into this slot, as a task for each chunk.
+        """The copies that go into this slot, as a task for each chunk.
 
-        They must be the last to come: all other bytes are read from where they stand by then.
+        They must come last: all other bytes are read from the slot as they are by then.
         """
         here = [copy for copy in copies if self._address <= copy.target_address < self._end]
         here.sort(key=lambda copy: copy.target_address)
@@ -103,8 +104,8 @@ class Taking(_Chunks):
     def tasks(self, copies: Sequence[Copy]) -> tuple[list[Task], list[Copy]]:
         """The copies that come out of this slot, as a task for each chunk; and all others.
 
-        One that takes bytes which another takes too is among the others. Bytes that no copy takes
-        are read from where they stand.
+        A copy of bytes that another copy takes too is among the others. Bytes that no copy takes
+        are read from the slot.
         """
         others: list[Copy] = []
         runs: list[_Piece] = []
@@ -131,8 +132,8 @@ def take(
 ) -> list[int]:
     """Copy out of slots, and return the digest of the data of each (data, address, length).
 
-    What copies itself (to an accelerator, to a strided tensor) does so first. Its bytes are read
-    once more right after that: what was wrong then is wrong still.
+    Tasks that copy themselves (to an accelerator, to a strided tensor) run first. Their bytes are
+    read once more right after that: what was wrong then is wrong still.
     """
     takings = [Taking(copy, *slot) for slot in slots]
     copies = [task for task in tasks if isinstance(task, Copy)]

@@ -34,24 +34,25 @@ MANIFEST = "manifest.json"
 FORMAT = "holdfast-checkpoint"
 FORMAT_VERSION = 1
 AGAIN = "~"
-"""Stands between a checkpoint's name and an attempt, where the plain name is not to be had."""
+"""Stands between a checkpoint's name and an attempt, where the plain name is not free."""
 
 NUMBER_MAX = 2**63 - 1
-"""Of every number in a manifest: what carries them in memory and between nodes has 64 bits."""
+"""The limit of every number in a manifest: in memory and between nodes numbers have 64 bits."""
 RANKS_MAX = 1 << 20
 NAME_BYTES_MAX = 200
-"""Of each piece of a name: room is left for what is added to it while the file is written."""
+"""The limit of each piece of a name: it leaves room for what is added while the file is written."""
 PIECES_MAX = 20
 
 _PATIENCE = Patience(limit_s=1.0, first_pause_s=0.2)
-"""With single manifests that cannot be read, while others can: training may wait for the list."""
+"""For single manifests that cannot be read while others can. It is short, because training may wait
+for the list."""
 
 _END = b'"\n}\n'
 _DIGEST = re.compile(r"[0-9a-f]{8}")
 _RANK = re.compile(r"rank-([0-9]{5,7})")
 _CREATED = re.compile(r"[0-9TZ:.+-]{1,40}")
 _NOT_IN_NAMES = frozenset("/\\*?[]{}")
-"""What would lead elsewhere, or mean many names at once to a store of objects."""
+"""Characters that would lead elsewhere, or mean many names at once to a store of objects."""
 
 
 class ManifestFile(Struct, frozen=True):
@@ -64,7 +65,7 @@ class ManifestFile(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True):
-    """What is in a checkpoint, and who wrote it."""
+    """What is in a checkpoint, and which attempt wrote it."""
 
     format: str
     format_version: int
@@ -80,7 +81,7 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     chunk: int
     files: tuple[ManifestFile, ...]
     data: tuple[DataPosition, ...] = ()
-    """How far the datasets were that are read with respect to the directory."""
+    """How far those datasets were that go with the checkpoints of this directory."""
 
     @property
     def version(self) -> Version:
@@ -110,7 +111,7 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
 def make_manifest(series: Series, order: CommitOrder, created: str) -> Manifest:
     """The manifest of a checkpoint that is complete on storage.
 
-    RejectedError when it would not be believed when it is read.
+    RejectedError if readers would not believe it.
     """
     manifest = Manifest(
         format=FORMAT,
@@ -145,9 +146,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
-    """The manifest of these bytes; StateError when they are not, or no longer, a whole one.
+    """The manifest of these bytes; StateError if they are not, or no longer, a whole manifest.
 
-    The checksum finds damage, not intent: everything that is believed later is checked here.
+    The checksum finds damage, not intent: everything that later code relies on is checked here.
     """
     tail = len(_END) + 8
     head, digits, end = raw[:-tail], raw[-tail : -len(_END)], raw[-len(_END) :]
@@ -172,7 +173,7 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 def _what_is_wrong(manifest: Manifest) -> str:
-    """The first thing in a manifest that cannot be; empty if all can be believed."""
+    """The first impossible value in a manifest; empty if all can be believed."""
     numbers = {
         "format_version": manifest.format_version,
         "step": manifest.step,
@@ -198,7 +199,7 @@ def _what_is_wrong(manifest: Manifest) -> str:
 
 
 def wrong_names(pattern: str, tracker: str, tracker_text: str) -> str:
-    """What is wrong with the names of a series; empty if they are well."""
+    """What is wrong with the names of a series; empty if nothing is."""
     name = filled(pattern, step=NUMBER_MAX, name="{")
     if not is_plain_name(name) or AGAIN in name:
         return f"the pattern {_cut(pattern)} for names of directories"
@@ -244,7 +245,7 @@ def is_safe_name(name: str) -> bool:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether something right below the directory may be called so, and found again by it."""
+    """Whether an entry right below the directory may have this name, and is found again by it."""
     is_ordinary = name.isprintable() and _NOT_IN_NAMES.isdisjoint(name)
     return bool(name) and is_ordinary and not name.startswith(".") and _is_short(name)
 
@@ -266,7 +267,8 @@ class Committed(Struct, frozen=True):
     manifest: Manifest
 
     def series(self, directory: str) -> Series:
-        """The series that it belongs to, as far as names go: for those who only have the files."""
+        """The series that it belongs to, as far as names go: for programs that only have the
+        files."""
         manifest = self.manifest
         return Series(
             directory,
@@ -292,11 +294,11 @@ class Committed(Struct, frozen=True):
 
 
 class Unread(Struct, frozen=True):
-    """What is called as a checkpoint, and cannot be read now: it may be one."""
+    """A directory that has a checkpoint's name and cannot be read now: it may be a checkpoint."""
 
     name: str
     step: int
-    """That its name says."""
+    """The step that its name gives."""
     why: str
 
 
@@ -330,9 +332,9 @@ def list_committed(
 ) -> list[Committed]:
     """Every committed checkpoint, the newest first; one per step.
 
-    Without a series, checkpoints of any name. What is none of ours is passed over; what looks like
-    ours and cannot be read is reported. RejectedError if that is all that there is of a series: to
-    begin from nothing then would be a disaster.
+    Without a series, checkpoints of any name. Directories that are not Holdfast's are passed over;
+    one that looks like Holdfast's and cannot be read is reported. RejectedError if a series has no
+    others: to begin from nothing then would be a disaster.
     """
     listing = list_all(storage, series, report)
     if series is not None and listing.unread and not listing.committed:
@@ -358,8 +360,8 @@ def list_all(
 ) -> Listing:
     """Every committed checkpoint, and what may be one and cannot be read.
 
-    `known` is filled with the manifests that stay what they are for as long as they are there; what
-    is in it is not read again. RetryableError when the storage as a whole does not work.
+    `known` is filled with the manifests that never change while they exist; those in it are not
+    read again. RetryableError when the storage as a whole does not work.
     """
     known = {} if known is None else known
     found: list[Committed] = []
@@ -386,12 +388,13 @@ def list_all(
     with telling(f"{storage.url} could not be listed"):
         names = storage.folders("")
     for name in names:
-        # What is called otherwise is not even looked at: it may belong to another user.
+        # Directories with other names are not even looked at: they may belong to another user.
         if series is None or _step_of(name, series) is not None:
             look(name)
     _look_again(failed, look)
     if passing := _passing(failed):
-        # One bad manifest hides no others; but if none can be read any more, it is the storage.
+        # One bad manifest hides no others; but if none can be read any more, the storage has
+        # failed.
         if found:
             with suppress(StateError):
                 read_manifest(storage, found[-1].name)
@@ -412,7 +415,7 @@ def _passing(failed: dict[str, RejectedError | RetryableError]) -> list[Retryabl
 def _look_again(
     failed: dict[str, RejectedError | RetryableError], look: Callable[[str], None]
 ) -> None:
-    """Once more, for a moment, at what may pass."""
+    """Try once more, for a moment, to read what failed for reasons that may pass."""
 
     def again() -> None:
         for name in [name for name, exc in failed.items() if isinstance(exc, RetryableError)]:
@@ -429,9 +432,9 @@ def _unread(
     found: list[Committed],
     series: Series | None,
 ) -> list[Unread]:
-    """What failed and is called as a checkpoint: of the series, or of one of those found.
+    """What failed and has a checkpoint's name: one of the series, or one of the patterns found.
 
-    If there is nothing to go by, all that failed.
+    Without any pattern, all that failed.
     """
     patterns = {one.manifest.pattern for one in found}
     kinds = [Series("", pattern=pattern) for pattern in patterns] if series is None else [series]

@@ -41,14 +41,14 @@ class SlotMaps:
                 slot.close()
 
     def _forget_removed(self) -> None:
-        """Unmap what has no name any more: its memory is not free before that."""
+        """Unmap slots that were removed: their memory is not free before that."""
         with self._lock:
             gone = [self._idle.pop(path) for path in list(self._idle) if not path.exists()]
         for slot in gone:
             slot.close()
 
     def close(self) -> None:
-        """Unmap everything; what is being read now, when that is over."""
+        """Unmap everything; a slot that is being read is unmapped when that is over."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, {}

@@ -14,7 +14,7 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_POPULATE_WRITE = 23
 _PAGE = 4096
 _PIECE = 4 * 1024 * 1024
-"""Memory is faulted in by pieces of this size. Meanwhile nobody else in the process can map or
+"""Memory is faulted in by pieces of this size. Meanwhile no other thread of the process can map or
 unmap memory, and first touch may run at 0.3 GB/s: that is 14 ms."""
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -55,7 +55,7 @@ def fault_in(address: int, length: int, is_stopped: Callable[[], bool] = lambda:
     """Make writable memory present, so that the first write is as fast as any.
 
     False if it was stopped, or if there is no memory for it. What is in the memory stays as it is;
-    others may write to it meanwhile.
+    other threads may write to it meanwhile.
     """
     for offset in range(0, length, _PIECE):
         if is_stopped():
@@ -69,12 +69,12 @@ def fault_in(address: int, length: int, is_stopped: Callable[[], bool] = lambda:
 
 
 def touch(address: int, length: int) -> None:
-    """For kernels before 5.14: read a byte of every page. A write could undo another's."""
+    """For kernels before 5.14: read a byte of every page. A write could undo another thread's."""
     (ctypes.c_char * length).from_address(address)[::_PAGE]
 
 
 def low_priority() -> None:
-    """This thread steps back: others get the processor and the disk first.
+    """This thread steps back: all other threads get the processor and the disk first.
 
     Not SCHED_IDLE: a thread that waits for the processor may hold Python's lock meanwhile, and with
     it the thread that answers the master. At this priority that lasts milliseconds, not seconds.

@@ -2,11 +2,12 @@
 """The names of checkpoints on a file system, where several nodes may rename at once.
 
 A node that stood still does what it had decided long ago, whatever has happened meanwhile. No call
-of a file system says "if it is still the same directory". So there is one rule here: *whoever wants
-to change a directory first takes it, by renaming it to a name that only this caller uses, and then
-looks at what it has got.* Names for that have the form that readers know, `<name>~...`: at every
-moment each committed checkpoint has a name under which it is found. Who comes too late finds that
-the directory it meant is gone, or sees that it has got another one, and puts that back.
+of a file system says "if it is still the same directory". So there is one rule here: *a caller that
+wants to change a directory first takes it, by renaming it to a name that only this caller uses, and
+then looks at what it has got.* Names for that have the form that readers know, `<name>~...`: at
+every moment each committed checkpoint has a name under which it is found. A caller that comes too
+late finds that the directory it meant is gone, or sees that it has got another one, and puts that
+back.
 
 The plain name is the only one that several callers work on. It belongs to the newest version.
 """
@@ -65,7 +66,7 @@ def settle_names(storage: Storage, name: str, attempt: str) -> list[str]:
 def take_misnamed(storage: Storage, name: str) -> Committed | None:
     """Take the newest checkpoint of a step if the plain name is gone or an older one's.
 
-    None if all is well, or if another has been quicker.
+    None if all is well, or if another node has been quicker.
     """
     newest = next(iter(list_step(storage, name)), None)
     if newest is None or (version_at(storage, name) or NONE) >= newest.version:
@@ -76,7 +77,7 @@ def take_misnamed(storage: Storage, name: str) -> Committed | None:
 def take_nameless(storage: Storage, name: str) -> Committed | None:
     """Take the newest whole checkpoint of a step if nothing has the plain name.
 
-    None if something has it, if none is whole, or if another has been quicker.
+    None if something has it, if none is whole, or if another node has been quicker.
     """
     if name in storage.folders(""):
         return None
@@ -97,10 +98,11 @@ def _take(storage: Storage, committed: Committed, name: str) -> Committed | None
 def take_plain_name(
     storage: Storage, own: str, name: str, attempt: str, *, removes: bool = True
 ) -> list[str]:
-    """Give the plain name to the newer of two: what has it, and what the caller has taken.
+    """Give the plain name to the newer of two directories: the one that has it, and the one that
+    the caller has taken.
 
-    What is not a checkpoint is set aside under the name of the attempt, never removed. The older
-    one of two checkpoints is removed, or keeps a name of the caller's own.
+    A directory that is not a checkpoint is set aside under the name of the attempt, never removed.
+    The older one of two checkpoints is removed, or keeps a name of the caller's own.
     """
     notes: list[str] = []
     for _ in range(_TRIES):
@@ -109,11 +111,11 @@ def take_plain_name(
             return notes + _set_aside(storage, own, name, attempt)
         is_newer = other is not None and other > mine
         if is_newer or (other == mine and not _is_worse(storage, name, own)):
-            # A damaged one is no reason to remove what it should have replaced.
+            # If the newer one is damaged, keep the one that it should have replaced.
             if removes and _is_whole(storage, name):
                 discard(storage, own)
             return notes
-        with suppress(FileNotFoundError):  # Others have been quicker: look again.
+        with suppress(FileNotFoundError):  # Another node has been quicker: look again.
             if other is None and _can_rename(storage, own, name):
                 return notes
             if other is not None and storage.exchange(own, name):
@@ -188,7 +190,7 @@ def _set_aside(storage: Storage, own: str, name: str, attempt: str) -> list[str]
     try:
         storage.rename(own, aside)
     except FileNotFoundError:
-        return []  # Another has taken it over.
+        return []  # Another node has taken it over.
     return [
         f"{storage.full(name)} was there, but is no checkpoint of Holdfast: "
         f"it is now {storage.full(aside)}"

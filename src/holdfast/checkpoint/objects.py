@@ -30,7 +30,8 @@ _FOREIGN_ERRORS = (
     ("gcsfs.retry", "HttpError"),
     ("azure.core.exceptions", "AzureError"),
 )
-"""What the libraries below fsspec raise beside OSError: nobody answered, or not what was hoped."""
+"""What the libraries below fsspec raise beside OSError, if the server does not answer or
+refuses."""
 
 
 class ObjectStorage:
@@ -41,7 +42,7 @@ class ObjectStorage:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
-            # Other nodes write here too: what was listed a minute ago is worth nothing.
+            # Other nodes write here too: a listing from a minute ago is worth nothing.
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ValueError, ImportError) as exc:
             raise UsageError(f"the storage {url} cannot be used: {exc}") from exc
@@ -64,7 +65,7 @@ class ObjectStorage:
         with self._telling(path):
             file = self._fs.open(self._name(path), "wb", block_size=piece, autocommit=False)
             with ExitStack() as at_the_end:
-                # Whatever ends this early: to only close the file would give the object its name.
+                # Whatever ends this early: closing the file would give the object its name.
                 at_the_end.callback(file.discard)
                 with file:
                     for offset, size in chunks_of(len(data)):
@@ -211,7 +212,8 @@ def _last(name: str) -> str:
 
 
 def _changed(info: dict[str, Any], now: float) -> float:
-    """When it changed last; now, if the store does not tell: then it is nobody's leftover yet."""
+    """When it changed last; now, if the store does not tell: then it does not count as a
+    leftover."""
     for key in ("LastModified", "mtime", "created", "last_modified", "updated"):
         match info.get(key):
             case datetime() as moment:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose directory it is: two jobs that save to one replace and remove each other's checkpoints.
+"""Which job owns a directory: two jobs that save to one replace and remove each other's
+checkpoints.
 
 The job that writes there leaves a note and renews it. A job looks at the note when it restores: if
 another job writes the note after that, the checkpoints are no longer those that this one went on
-from, and it must not add to them. A note that is not renewed is of a job that is over. Locks would
-be simpler, but a store of objects has none, and a network file system may have none that work.
+from, and it must not add to them. A note that is not renewed belongs to a job that is over. Locks
+would be simpler, but a store of objects has none, and a network file system may have none that
+work.
 """
 
 import os
@@ -21,7 +23,7 @@ from holdfast.model.errors import RejectedError, RetryableError
 
 RENEW_S = 10.0
 GONE_S = 30.0
-"""A job that has not renewed its note for so long does not use the directory any more."""
+"""A job that has not renewed its note for this long does not use the directory any more."""
 
 _NAME = "owner.json"
 
@@ -40,7 +42,7 @@ class Owner(Struct, frozen=True):
 
 
 class Claim:
-    """What one job has to do with one directory; threads may use it."""
+    """The claim of one job to one directory; threads may use it."""
 
     def __init__(self, job: str) -> None:
         host, pid = socket.gethostname(), os.getpid()
@@ -55,7 +57,7 @@ class Claim:
         return owner is not None and owner.job == self._own.job
 
     def look(self, storage: Storage) -> Owner | None:
-        """For a restore, before it; returns another job that seems to write there."""
+        """To be called before a restore; returns another job that seems to write there."""
         self._seen, self._has_looked = self._other(storage), True
         is_there = self._seen is not None and not _is_gone(storage, self._seen)
         return self._seen if is_there else None
@@ -64,10 +66,10 @@ class Claim:
         """Write the note, or renew it.
 
         RejectedError if another job has written it since the last look, RetryableError while it is
-        not known whether the one that was there is over.
+        not known whether the job that was there then is over.
         """
         if not self._has_looked:
-            self.look(storage)  # This node has restored nothing; it stores what others have saved.
+            self.look(storage)  # This node has restored nothing; it stores what other nodes saved.
         other = self._other(storage)
         if other is not None and (other != self._seen or not _is_gone(storage, other)):
             kind = RetryableError if other == self._seen else RejectedError
@@ -96,7 +98,7 @@ def _is_gone(storage: Storage, owner: Owner) -> bool:
 
 
 def _is_over(owner: Owner) -> bool:
-    """Whether the process was of this machine and is dead; False if that cannot be known here."""
+    """Whether the process ran on this machine and is dead; False if that cannot be known here."""
     if not owner.system or owner.system != _system():
         return False
     started = _started(owner.pid)
@@ -112,7 +114,7 @@ def _is_over(owner: Owner) -> bool:
 
 
 def _system() -> str:
-    """Empty where the kernel does not say."""
+    """The boot and the process namespace of this process; empty where the kernel does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

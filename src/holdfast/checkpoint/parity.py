@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parity as bytes: adding stripes up to a block, and rebuilding a lost part from what is left.
 
-Which member keeps what is in model/parity.py. Every image is cut on its own: the stripes of a
-larger part are longer, and whatever a shorter one lacks counts as zeros. So nobody has to know the
-sizes of the others before it sends.
+model/parity.py says which member keeps which block. Every image is cut on its own: the stripes of a
+larger part are longer, and what a shorter one lacks counts as zeros. So a node can send without
+knowing the sizes of the others' parts.
 
 A block stands in a slot like a part. Its meta lists, for every part that was added in, the length
 and digest of its data and of its meta, so that what is rebuilt can be verified.
@@ -35,7 +35,7 @@ META_SUFFIX = "/meta"
 """Marks, in a block's list of contributions, the meta of a part."""
 
 Room = Callable[[int], Slot]
-"""Gives a writable slot with room for so many bytes of data."""
+"""Gives a writable slot with room for this many bytes of data."""
 
 
 def stripe_range(total: int, members: int, stripe: int) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class BlockBuilder:
                 xor_into(target, piece)
 
     def spoil(self, problem: str) -> None:
-        """Wrong bytes are in it, and nobody can take them out again."""
+        """Wrong bytes are in the block, and cannot be taken out again."""
         with self._lock:
             self.problem = problem
 

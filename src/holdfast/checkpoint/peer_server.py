@@ -96,7 +96,7 @@ class PeerServer:
         shelf: Shelf,
         idle_s: float = IDLE_S,
     ) -> None:
-        """Bind to a port that the kernel chooses; StateError if that cannot be."""
+        """Bind to a port that the kernel chooses; StateError if that fails."""
         self._token = token
         self._tls = tls
         self._shelf = shelf
@@ -141,8 +141,8 @@ class PeerServer:
                         peer, server_side=True, do_handshake_on_connect=False
                     )
             except OSError:
-                # Either this is the end, or one connection could not be had: it broke already, or
-                # there are no descriptors, which may last.
+                # Either the server is closing, or one connection could not be accepted: it broke
+                # already, or there are no descriptors, which may last.
                 with self._lock:
                     self._strangers.cut_oldest()
                 if self._closing.wait(ACCEPT_PAUSE_S):
@@ -252,7 +252,7 @@ def _fill(receiver: Receiver, wire: Wire) -> None:
 
 
 def _size_of(get: PartGet, offer: PartBytes) -> int:
-    """How many bytes are asked for; RejectedError if there are not so many."""
+    """How many bytes are asked for; RejectedError if the part has fewer."""
     if offer.holding.digest < 0:
         raise RejectedError(f"{get.part} has no digest yet, so nobody could verify it")
     size = offer.total - get.offset if get.size < 0 else get.size

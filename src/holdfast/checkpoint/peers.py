@@ -37,7 +37,7 @@ ATTEMPTS = 4
 it was a time-out that ended it."""
 
 CONNECTIONS = 2
-"""How many carry one large part: one alone does not fill a fast network."""
+"""How many connections carry one large part: one alone does not fill a fast network."""
 
 RUN_CHUNKS = 4
 """How many chunks are asked for at once."""
@@ -59,7 +59,7 @@ class PeerClient:
         self._idle_s = idle_s
 
     def look(self, get: PartGet, timeout_s: float) -> PartBytes:
-        """What this part is there, and how large; nothing is fetched."""
+        """What the peer has of this part, and how large it is; nothing is fetched."""
         question = msgspec.structs.replace(get, offset=0, size=0)
         until = time.monotonic() + timeout_s
         return self._retried(until, lambda wire, _: _ask(wire, question))
@@ -101,7 +101,7 @@ class PeerClient:
     ) -> None:
         """Leave a copy of a part there; returns once it is sealed there.
 
-        What is kept there of the version `safe` is not given up for it.
+        The peer does not give up what it keeps of the version `safe` for it.
         """
         put = _announce(directory, round, part, safe)
         with part.slot.data[: put.total] as image:
@@ -147,11 +147,12 @@ class PeerClient:
         self._retried(time.monotonic() + timeout_s, send)
 
     def connect(self, until: float) -> Wire:
-        """A new connection; OSError if there is none to be had."""
+        """A new connection; OSError if it cannot be made."""
         return Wire.connect(self.address, self._token, self._certificate, until, self._idle_s)
 
     def _retried(self, until: float, use: Callable[[Wire, Callable[[], None]], Result]) -> Result:
-        """Do something over a connection, again when it breaks; whoever gets on may go on."""
+        """Do something over a connection, and again when it breaks; progress renews the number
+        of tries."""
         tries = _Tries(self.address, until)
         while True:
             try:
@@ -173,8 +174,8 @@ class _Tries:
         self._left = ATTEMPTS
 
     def broke(self, error: OSError) -> None:
-        """Wait a little before the next try; RetryableError if there shall be none."""
-        # Silence has cost the whole patience with it already.
+        """Wait a little before the next try; RetryableError if no try is left."""
+        # A time-out counts double: it has cost the whole patience with silence already.
         self._left -= 2 if isinstance(error, TimeoutError) else 1
         pause_s = _PAUSE_S * (ATTEMPTS - self._left)
         if self._left <= 0 or time.monotonic() + pause_s >= self._until:
@@ -218,7 +219,7 @@ class _Download:
                 self._fetch(wire, run, went_on)
             finally:
                 if run:
-                    self._runs.appendleft(run)  # The rest of it, for whoever goes on.
+                    self._runs.appendleft(run)  # Another connection fetches the rest.
 
     def _fetch(self, wire: Wire, run: deque[int], went_on: Callable[[], None]) -> None:
         offset = self._chunks[run[0]][0]

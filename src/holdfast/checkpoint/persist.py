@@ -27,7 +27,7 @@ WRITERS = 6
 """Threads that write one file: some compute digests while the disk has four chunks to write."""
 
 READERS = 4
-"""Training waits for a restore, so it takes what it can get."""
+"""Threads that read one file. Training waits for a restore, so it takes what it can get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class WrittenPart:
 
     files: tuple[FileEntry, ...]
     digest: int
-    """Of the slot's data, of the very bytes that were written."""
+    """The digest of the slot's data, computed from the very bytes that were written."""
 
 
 def write_part(
@@ -53,9 +53,9 @@ def write_part(
 
     The slot is read once only: beside a training, reading from memory is what costs most.
 
-    The caller has pinned the slot. `moved` is told of progress, in whichever thread. RetryableError
-    when the storage was out of order for longer than `patience`, RejectedError when it says no,
-    StateError when the slot was not left alone.
+    The caller has pinned the slot. `moved` is told of progress, in any thread. RetryableError if
+    the storage failed for longer than `patience`, RejectedError if it refuses, StateError if the
+    slot was written to meanwhile.
     """
     meta = slot.read()
     if meta is None:
@@ -130,9 +130,9 @@ def load_part(
 ) -> SlotMeta:
     """Read a part into a slot, verify it, and seal the slot; returns what it then holds.
 
-    `slot_digest` becomes that of the slot's data, of the very bytes that were verified. StateError
-    when the bytes on storage are not those that were saved; RetryableError when storage did not
-    answer.
+    `slot_digest` becomes the digest of the slot's data, computed from the very bytes that were
+    verified. StateError when the bytes on storage are not those that were saved; RetryableError
+    when storage did not answer.
     """
     patience, stop = patience or Patience(), stop or threading.Event()
     digest = slot_digest or RunDigest()
@@ -158,7 +158,7 @@ def load_part(
 
 
 def _crc_at(slot_digest: RunDigest, begin: int, offset: int, run: memoryview) -> int:
-    """The CRC-32C of a run of a file that begins there in the slot."""
+    """The CRC-32C of a run at `offset` of a file that begins at `begin` in the slot."""
     return slot_digest.read(begin + offset, run)
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an attempt to store a checkpoint puts its files, until they are one and if they never are.
+"""Where an attempt to store a checkpoint has its files until they are committed, or removed.
 
 On a file system: in `.holdfast/<attempt>/`, which is renamed when all is there. The node that
 commits first takes it, as `.holdfast/<attempt>@<a name of its own>`. In a store of objects: under
 `<name>~<attempt>`, which no other attempt ever writes to. There the note `.holdfast/<attempt>@<that
-name>` lets the remains be found, and `.holdfast/trash-@<that name>` says that they are going.
+name>` lets the remains be found, and `.holdfast/trash-@<that name>` says that they are being
+removed.
 """
 
 import secrets
@@ -18,13 +19,14 @@ from holdfast.model.errors import RejectedError
 
 DAY_S = 24 * 3600.0
 TRASH = "trash-"
-"""What begins so below `.holdfast/` is on its way out, whoever finds it."""
+"""An entry below `.holdfast/` that begins with this is to be removed by any node that finds it."""
 
 _OF = "@"
 
 
 def place_of(storage: Storage, series: Series, attempt: str, step: int) -> str:
-    """The directory that this attempt's files are written to, the same for all who take part."""
+    """The directory that this attempt's files are written to, the same for all nodes that take
+    part."""
     _check_attempt(attempt)
     if storage.can_rename:
         return f"{HIDDEN}/{attempt}"
@@ -40,10 +42,10 @@ def begin(storage: Storage, place: str, attempt: str) -> None:
 def claim(storage: Storage, attempt: str) -> str | None:
     """Take an attempt's directory, so that only this caller works on it; None if there is none.
 
-    On a file system. Another that had taken it finds it gone, whatever it was about to do.
+    For file systems. Another caller that had taken it finds it gone, whatever it was about to do.
     """
     own = f"{HIDDEN}/{attempt}{_OF}{secrets.token_hex(8)}"
-    # One that a committer had taken first: then the plain one is only what a straggler has left.
+    # First one that a committer had taken: then the plain one is only what a straggler has left.
     for folder in sorted(_drafts(storage, attempt), key=lambda name: name == attempt):
         with suppress(FileNotFoundError):
             storage.rename(f"{HIDDEN}/{folder}", own)
@@ -117,8 +119,8 @@ def clean_leftovers(
 ) -> list[str]:
     """Remove what dead attempts left; returns their names.
 
-    Attempts in `living` are left alone, and so are all that changed lately: they may be those of
-    somebody who is not known here.
+    Attempts in `living` are left alone, and so are all that changed lately: a node that is not
+    known here may be working on them.
     """
     removed = []
     with telling(f"leftovers in {storage.url} could not be removed"):
@@ -130,7 +132,8 @@ def clean_leftovers(
             if storage.can_rename and not is_trash:
                 discard(storage, f"{HIDDEN}/{entry}")
             elif place and not storage.can_rename:
-                # Never a manifest: whoever began to remove a checkpoint has removed it first.
+                # Never a manifest: a node that began to remove a checkpoint removed its manifest
+                # first.
                 _remove_uncommitted(storage, place)
             storage.remove(f"{HIDDEN}/{entry}")
             removed.append(entry)

@@ -136,7 +136,7 @@ class PosixStorage:
         # Up to the directory itself and its own name: it may be new too.
         for parent in top.parents:
             if parent == self._root.parent:
-                with suppress(PermissionError):  # Then it was not us who made the directory.
+                with suppress(PermissionError):  # Then this user did not make the directory.
                     _sync_directory(parent)
                 break
             _sync_directory(parent)
@@ -166,8 +166,9 @@ class PosixStorage:
         except FileNotFoundError:
             return
         if is_folder:
-            # Two may clear up the same remains. Whoever removes a directory that others may work on
-            # takes it by a rename first: this goes on in a directory that was moved meanwhile.
+            # Two nodes may clear up the same remains. A caller that removes a directory that others
+            # may work on takes it by a rename first: rmtree goes on in a directory that was moved
+            # meanwhile.
             shutil.rmtree(place, onerror=_unless_gone)
         else:
             place.unlink(missing_ok=True)
@@ -182,7 +183,8 @@ class PosixStorage:
     def _place(self, path: str) -> Path:
         """Where this is; RejectedError if that would be outside of the directory.
 
-        Whoever else may write here could have put a link where a folder of ours is expected.
+        Another program that may write here could have put a link where a folder of ours is
+        expected.
         """
         *folders, name = map(_checked, path.split("/"))
         return self._folder("/".join(folders)) / name
@@ -233,7 +235,7 @@ class PosixReader:
 
 
 _READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""A link is not followed, and nobody waits for the other end of a pipe."""
+"""A link is not followed, and opening a pipe does not wait for its other end."""
 
 
 def _checked(piece: str) -> str:
@@ -260,8 +262,8 @@ def _opened_for_reading(path: Path) -> int:
 def _draft_of(place: Path) -> Iterator[Path]:
     """A file that takes this place once it is whole.
 
-    Each writer has its own: one that was given up, and whose part another node writes now, may only
-    have been cut off. It must not tear what the other has written.
+    Each writer has a draft of its own. A writer that was given up may only have been cut off, while
+    another node writes its part now: it must not tear what the other node has written.
     """
     draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}.draft")
     try:
@@ -288,7 +290,7 @@ def _opened_for_writing(place: Path, size: int) -> Iterator[int]:
 
 
 def _set_aside(fd: int, size: int) -> None:
-    """Have the space before the first write: faster, and a full disk is found out at once."""
+    """Set the space aside before the first write: faster, and a full disk is found out at once."""
     # Not os.posix_fallocate: where the file system has no such call, that writes every block.
     if size > 0 and _LIBC.fallocate(fd, 0, 0, size) != 0:
         code = ctypes.get_errno()
@@ -325,7 +327,7 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
         except OSError as exc:
             if exc.errno not in _NOT_POSSIBLE_HERE or is_refused:
                 raise
-            is_refused = True  # Direct writing only, let us hope.
+            is_refused = True  # Perhaps only direct writing is refused.
             _leave_direct(fd)
 
 
@@ -342,7 +344,7 @@ def _sync_directory(path: Path) -> None:
     except OSError as exc:
         # Some file systems have nothing to sync there and say so.
         if exc.errno not in _NOT_POSSIBLE_HERE:
-            # The kernel tells of a lost write once: to sync again would succeed and mean nothing.
+            # The kernel reports a lost write once: to sync again would succeed and mean nothing.
             why = f"the names in {path} may be lost when the machine stops: {exc.strerror}"
             raise RejectedError(why) from exc
     finally:

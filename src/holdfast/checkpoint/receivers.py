@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a part goes that comes from another node: into a slot, sealed only once it is proved whole.
+"""Receives parts from other nodes into slots, and seals a slot only once its part is proved whole.
 
-A slot's *image* is its data and the meta behind it. It carries two digests, one of each: a part
-without them is not accepted, for nobody could tell it from zeros.
+A slot's *image* is its data and the meta behind it. It comes with two digests, one of each: a part
+without them is not accepted, because it could not be told from zeros.
 """
 
 from typing import Protocol
@@ -76,7 +76,7 @@ class ImageReceiver:
         return self._received
 
     def buffer(self) -> memoryview:
-        # Never over the end of the data, where the other digest begins.
+        # Never across the end of the data, where the other digest begins.
         length = self._put.holding.length
         end = length if self._received < length else self.size
         return self.slot.data[self._received : min(self._received + PIECE, end)]

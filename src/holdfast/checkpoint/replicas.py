@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes to which other node: decided here, sent by others."""
+"""What goes to which other node: decided here, sent by agent/vault/copies.py."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

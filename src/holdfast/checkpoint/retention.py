@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes checkpoints that nobody wants any more. What there is, is read from storage every time.
+"""Removes checkpoints that are not wanted any more. It reads from storage every time what is there.
 
 Only directories with a whole manifest of ours under a name of the series are ever touched, and
 nothing at all unless the newest checkpoint is complete.
@@ -19,7 +19,7 @@ from holdfast.model.errors import RejectedError
 def apply_retention(storage: Storage, series: Series) -> list[int]:
     """Remove what the rules of the series do not keep; returns the steps that are gone.
 
-    So does an older version of a step that is kept, if the newer one is complete.
+    An older version of a step that is kept is removed too, if the newer one is complete.
     RejectedError when the newest checkpoint is not complete: then no step is removed.
     """
     listing = list_all(storage, series)
@@ -39,7 +39,7 @@ def remove_steps(
 ) -> list[int]:
     """Remove these steps, but not the newest, unless told so; returns those that are gone.
 
-    The names of the series may come from a manifest, which anybody can have written: a file is
+    The names of the series may come from a manifest, which any program can have written: a file is
     taken for the tracker, and changed, only if it names a checkpoint that is there.
     """
     listing = list_all(storage, series)
@@ -61,12 +61,12 @@ def remove_steps(
 
 
 def _unwanted(storage: Storage, series: Series, committed: list[Committed]) -> list[Committed]:
-    """Beyond the newest `keep_last` that are complete, without those that are kept for ever."""
+    """Those beyond the newest `keep_last` complete ones, except those that are kept for ever."""
     unwanted = []
     kept = 0
     for one in committed:
         if kept < series.keep_last:
-            # One that is damaged does not count: it could not be restored.
+            # A damaged one does not count: it could not be restored.
             kept += not quick_problems(storage, one)
         elif series.keep_every <= 0 or one.manifest.step % series.keep_every != 0:
             unwanted.append(one)
@@ -88,7 +88,7 @@ def _require_newest(storage: Storage, listing: Listing) -> None:
 
 
 def _remove_replaced(storage: Storage, found: list[Committed], committed: list[Committed]) -> None:
-    """What a node left that gave a newer version its name, but was not to remove anything."""
+    """Remove what a node left that gave a newer version its name but was not to remove anything."""
     newest = {one.manifest.step: one for one in committed}
     for one in reversed(found):
         newer = newest[one.manifest.step]

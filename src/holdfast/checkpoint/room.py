@@ -2,7 +2,7 @@
 """How much memory may still be set aside, and what limits it.
 
 Three things can run out: the file system in memory, the machine, and the control group that this
-process is in. Running out of the last two gets somebody killed, so some of them is left free. On a
+process is in. Running out of the last two gets a process killed, so some of them is left free. On a
 disk only the file system counts: the kernel writes out what it has no memory for.
 """
 
@@ -53,7 +53,7 @@ def _file_system(memory_dir: Path, margin_max: int = sys.maxsize) -> Room:
     status = os.statvfs(memory_dir)
     total = status.f_blocks * status.f_frsize
     free = status.f_bavail * status.f_frsize
-    # A full file system harms nobody but those who use it too, so a share of it is margin enough.
+    # A full file system harms only the programs that use it, so a share of it is margin enough.
     margin = min(int(total * _MARGIN_SHARE), margin_max)
     return Room(f"the size of {memory_dir}", total, max(0, free - margin))
 
@@ -80,7 +80,8 @@ def _control_groups(proc: Path = Path("/proc/self/cgroup")) -> Iterator[Room]:
 
 
 def limits_of_group(mount: Path, path: str) -> Iterator[Room]:
-    """The limits of a group and of all groups around it; in a container its own is the mount."""
+    """The limits of a group and of all groups around it; in a container the mount is its own
+    group."""
     group = mount / path.lstrip("/")
     while group.is_relative_to(mount):
         limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
@@ -92,7 +93,7 @@ def limits_of_group(mount: Path, path: str) -> Iterator[Room]:
 
 
 def _number(*paths: Path) -> int | None:
-    """What stands in the first of these that there is; None for "max", or without any."""
+    """The number in the first of these files that exists; None for "max", or if none exists."""
     for path in paths:
         with contextlib.suppress(OSError):
             text = path.read_text().strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose shared memory is whose: a directory per agent, locked for as long as the agent lives.
+"""Which agent owns which shared memory: a directory per agent, locked for as long as it lives.
 
     <memory dir>/holdfast-<uid>/<job>/<agent>/lock, and the agent's slots beside it
 
@@ -32,7 +32,7 @@ _TRIES_MAX = 100
 
 
 class Root:
-    """A locked directory. Only who holds it may touch what is in it."""
+    """A locked directory. Only the holder of the lock may touch what is in it."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class Root:
     def _take(cls, path: Path) -> "Root":
         for _ in range(_TRIES_MAX):
             with contextlib.suppress(FileNotFoundError):
-                # Somebody who clears away may remove any of these before the lock is ours.
+                # A program that clears away may remove any of these before the lock is ours.
                 for directory in (path.parent.parent, path.parent, path):
                     make_private(directory)
                 root = cls._lock(path)
@@ -68,7 +68,7 @@ class Root:
 
     @classmethod
     def _lock(cls, path: Path) -> "Root | None":
-        """None when somebody else has the lock, or removed the directory in the meantime."""
+        """None when another process has the lock, or removed the directory in the meantime."""
         fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,9 +80,9 @@ class Root:
         return cls(path, fd)
 
     def keep(self) -> None:
-        """Make the directory again if others have removed it, or its lock.
+        """Make the directory again if other programs have removed it, or its lock.
 
-        OSError, StateError: it cannot be had now.
+        OSError, StateError: it cannot be made now.
         """
         if not _is_lock(self.path, self._lock_fd):
             again = self._take(self.path)
@@ -115,11 +115,12 @@ class Root:
                     yield root
 
     def release(self) -> None:
-        """Give the directory up and leave it for others to adopt."""
+        """Give the directory up and leave it for another agent to adopt."""
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Delete the directory and everything in it; whoever has mapped a slot keeps its memory."""
+        """Delete the directory and all that is in it; a process that has mapped a slot keeps its
+        memory."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
         _remove_if_empty(self.path.parent)

@@ -6,8 +6,9 @@
     [4096 + length, ...)        the meta: which files these are, as msgpack
 
 The image of a file in a slot is, byte for byte, the file on storage. The header says *writing*
-before the first byte of data changes and *sealed* after the last one, and it carries a checksum
-of itself. So whoever dies at any moment leaves a slot that is whole or that is not taken for one.
+before the first byte of data changes and *sealed* after the last one, and it carries a checksum of
+itself. So a process that dies at any moment leaves a slot that is whole, or one that is not taken
+for whole.
 """
 
 import errno
@@ -127,7 +128,7 @@ class Slot:
         self._map = mapping
         self._whole = memoryview(mapping)
         self.address = address_of(self._whole) + HEADER
-        """Of the first byte of data, for those who copy by address."""
+        """The address of the first byte of data, for callers that copy by address."""
         self.data = self._whole[HEADER:]
         """Everything behind the header: room for the data and, behind that, the meta."""
         self._handed_out: list[memoryview] = []
@@ -187,26 +188,29 @@ class Slot:
 
     @property
     def version(self) -> Version:
-        """What the header says is sealed here; NONE when nothing is. Cheap: no meta is read.
+        """The version that is sealed here, by the header; NONE when nothing is. Cheap: no meta is
+        read.
 
-        A reader that did not pin the slot asks before and after, to know that nobody wrote.
+        A reader that did not pin the slot asks before and after, to know that nothing was written.
         """
         header = self._header()
         return header.version if header is not None and header.state == _SEALED else NONE
 
     def begin(self, version: Version) -> None:
-        """The slot is worth nothing from now on, until `seal`. Comes before any data changes."""
+        """Make the slot invalid until `seal`. To be called before any data changes."""
         self._meta = None
         self._write_header(_Header(_WRITING, version, 0, 0, 0, 0))
 
     def pad(self, files: Iterable[SlotFile]) -> None:
-        """Zeros behind each: equal files shall give equal data, whatever the slot held before."""
+        """Put zeros behind each file: so equal files give equal data, whatever the slot held
+        before."""
         for file in files:
             end = file.offset + file.length
             self.data[end : align(end)] = bytes(align(end) - end)
 
     def seal(self, meta: SlotMeta) -> None:
-        """All data is in its place: write what it is, and say so in the header, last."""
+        """All data is in its place: write the meta, and then mark the slot as sealed in the
+        header."""
         header = self._header()
         if header is None or (header.state, header.version) != (_WRITING, meta.version):
             raise StateError(
@@ -300,7 +304,7 @@ class Slot:
         return meta
 
     def close(self) -> None:
-        """Unmap. StateError when somebody still holds a view: its memory would vanish under it."""
+        """Unmap. StateError when a view is still in use: its memory would vanish under it."""
         self.release_views()
         try:
             self.data.release()

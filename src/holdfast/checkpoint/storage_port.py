@@ -23,7 +23,7 @@ HIDDEN = ".holdfast"
 """Where everything that is not (or no longer) a checkpoint lives, inside the directory."""
 
 SMALL_MAX = 256 << 20
-"""No manifest and no tracker is larger: whatever is, is not read into memory."""
+"""No manifest and no tracker is larger: a larger file is not read into memory."""
 
 Result = TypeVar("Result")
 
@@ -35,7 +35,7 @@ CrcOf = Callable[[int, memoryview], int]
 
 
 def crc_of(offset: int, run: memoryview) -> int:
-    """That of the bytes, wherever they are."""
+    """The CRC-32C of `run`; the offset is ignored."""
     return int(crc32c(run))
 
 
@@ -56,8 +56,8 @@ TRANSIENT = frozenset(
         errno.ETIMEDOUT,
     }
 )
-"""What may be over in a minute: somebody frees space, a server comes back. All else is said at
-once: nobody makes a read-only directory writable by waiting."""
+"""Errors that may be over in a minute: the user frees space, a server comes back. All others are
+reported at once: waiting does not make a read-only directory writable."""
 
 
 class Reader(Protocol):
@@ -72,8 +72,8 @@ class Reader(Protocol):
 
 
 class Storage(Protocol):
-    """One directory. Whatever a call has written is durable when it returns, except for names:
-    those of new files are after `sync` of their directory."""
+    """One directory. What a call has written is durable when it returns, except for the names of
+    new files: they are durable after `sync` of their directory."""
 
     url: str
     can_rename: bool
@@ -91,14 +91,14 @@ class Storage(Protocol):
     ) -> int:
         """A new file with this content, replacing one of that name; returns its digest.
 
-        Every run of bytes is given to `crc_of` before it goes there, and told to `moved` after
-        that, in whichever thread.
+        Every run of bytes is given to `crc_of` before it is written, and its size to `moved` after
+        that, in any thread.
         """
 
     def put(self, path: str, content: bytes) -> None:
         """Replace a small file in one move: a reader sees the old content or the new.
 
-        It never makes a directory: on a file system the one of the file must be there, and
+        It never makes a directory: on a file system the file's directory must be there, and
         FileNotFoundError says that it is not (any more).
         """
 
@@ -136,7 +136,7 @@ class FencedStorage:
     """A storage that asks, before every call that changes something, whether it still may.
 
     A node that was replaced, or whose lease is over, may be in the middle of a commit: from then on
-    the directory belongs to others.
+    the directory belongs to other nodes.
     """
 
     def __init__(self, storage: Storage, fence: Callable[[], None]) -> None:
@@ -184,17 +184,17 @@ class FencedStorage:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long transient errors of a storage are put up with."""
+    """How long a call that fails with transient errors of a storage is tried again."""
 
     limit_s: float = 60.0
     first_pause_s: float = 0.5
     longest_pause_s: float = 10.0
     failed: Callable[[str], object] = lambda why: None
-    """Told of every error that is waited for, in whichever thread."""
+    """Told of every transient error, in any thread."""
 
 
 def _is_transient(error: OSError) -> bool:
-    """Those of stores of objects have the right class, but no number."""
+    """Errors of stores of objects have the right class, but no number."""
     if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError):
         return False
     return error.errno is None or error.errno in TRANSIENT
@@ -221,7 +221,8 @@ def persistently(
     patience: Patience,
     stop: threading.Event,
 ) -> Result:
-    """Do it, again after every transient error while patience lasts; errors as with `telling`."""
+    """Call `action`, again after every transient error while patience lasts; errors as with
+    `telling`."""
     deadline = time.monotonic() + patience.limit_s
     pause_s = patience.first_pause_s
     while True:
@@ -236,7 +237,7 @@ def persistently(
 
 
 def refuse_large(path: str, size: int) -> None:
-    """StateError if a file of which so much was read is larger than any small file of ours."""
+    """StateError if a file of this size is larger than any small file of ours."""
     if size > SMALL_MAX:
         raise StateError(f"{path} has more than {readable_size(SMALL_MAX)}")
 

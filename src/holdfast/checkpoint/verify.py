@@ -38,7 +38,7 @@ def quick_problems(storage: Storage, committed: Committed) -> list[str]:
         with telling(f"{storage.full(committed.name)} could not be listed"):
             found = storage.files(committed.name)
     except (RejectedError, RetryableError) as exc:
-        return [str(exc)]  # It says nothing about the others.
+        return [str(exc)]  # Other checkpoints may be well all the same.
     found.pop(MANIFEST, None)
     problems = []
     for file in committed.manifest.files:
@@ -55,7 +55,7 @@ def quick_problems(storage: Storage, committed: Committed) -> list[str]:
 
 
 def _shown(path: str) -> str:
-    """A name that strangers chose, so that it does nothing to a terminal."""
+    """A name that other programs chose, made harmless for a terminal."""
     return path if path.isprintable() else ascii(path)
 
 
@@ -73,7 +73,7 @@ def verify_checkpoint(
     scratch = _Scratch()
     for entry in committed.manifest.entries:
         if found.get(entry.name) != entry.size:
-            continue  # Said already.
+            continue  # Reported already.
         path = f"{committed.name}/{entry.name}"
         try:
             with telling(f"{storage.full(path)} could not be read"):
@@ -115,7 +115,7 @@ def names_one_of(storage: Storage, series: Series, committed: list[Committed]) -
 
 
 def _small_file(storage: Storage, path: str) -> bytes | None:
-    """The content; empty if it cannot be read, which a good one never is."""
+    """The content; empty if it cannot be read. A good file is never empty."""
     try:
         with telling(f"{storage.full(path)} could not be read"):
             return storage.get(path)

@@ -2,7 +2,7 @@
 """A connection between two agents that carries frames and, between them, raw bytes of slots.
 
 It never reads past the end of a frame, as raw bytes may follow. Every single operation has a
-time-out: a peer that dies or stops in the middle of a frame, or of the bytes, is an OSError.
+time-out: a peer that dies or stops in the middle of a frame, or of the bytes, causes an OSError.
 """
 
 import contextlib
@@ -19,11 +19,13 @@ from holdfast.runtime.tls import secure_pinned
 IDLE_S = 10.0
 """A peer that neither sends nor takes PACE_BYTES in this time, or all that is left, is given up.
 
-A copy that waits holds its slot, and training stops when slots run out: no longer than it takes to
-tell a dead peer from a busy one. How slow a peer may be that goes on is up to the deadline."""
+A copy that waits holds its slot, and training stops when slots run out. So this is no longer than
+it takes to tell a dead peer from a busy one. The deadline limits how slow a peer may be that makes
+progress."""
 
 PACE_BYTES = 64 * 1024
-"""Less is no progress: a peer that gives or takes a byte now and then holds a place for ever."""
+"""Less is no progress: otherwise a peer that moves a byte now and then would hold a place for
+ever."""
 
 _PIECE = 1024 * 1024
 _LENGTH_BYTES = 4
@@ -50,7 +52,7 @@ class Wire:
         deadline: float,
         idle_s: float = IDLE_S,
     ) -> "Wire":
-        """A connection on which both sides have proved the token; OSError if nobody answers.
+        """A connection on which both sides have proved the token; OSError if no peer answers.
 
         `certificate` is the fingerprint of the only one that is accepted; None: without TLS.
         """
