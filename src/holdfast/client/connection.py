@@ -57,14 +57,15 @@ class AgentClient:
     def call(self, body: m.Call, timeout_s: float) -> m.Answer:
         """Send one request and wait for its answer, over as many connections as it takes.
 
-        `timeout_s` limits the whole call, plus MARGIN_S. RetryableError: nobody answered.
+        `timeout_s` limits the whole call, plus MARGIN_S. RetryableError: no answer came.
         """
         connection = self._take()
         answer: m.Answer | None = None
         try:
             answer = connection.ask(body, min(timeout_s, LONGEST_WAIT_S))
         finally:
-            # Also when a signal interrupts: an answer that is still to come has no owner any more.
+            # Also when a signal interrupts: no caller waits any more for an answer that is still to
+            # come.
             if answer is None:
                 connection.close()
             else:
@@ -205,7 +206,7 @@ def _pauses() -> Iterator[float]:
 def _shortened(body: m.Call, left_s: float) -> m.Call:
     """A request that is sent again waits for what is left of its time only.
 
-    A request that waits no longer than it says has that in a field `timeout_s`.
+    A request that limits how long it waits does so in a field `timeout_s`.
     """
     if hasattr(body, "timeout_s"):
         return msgspec.structs.replace(body, timeout_s=max(0.0, min(body.timeout_s, left_s)))

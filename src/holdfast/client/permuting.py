@@ -12,7 +12,7 @@ Records = NDArray[np.int64]
 Places = NDArray[np.uint64]
 
 TABLE_BITS = 16
-"""Half a number of at most so many bits: then what a round does to it is looked up."""
+"""If half a number has at most this many bits, what a round does to it is looked up."""
 
 
 def permuted(order: Permutation, begin: int, end: int) -> Records:
@@ -47,7 +47,7 @@ def _sent_round(order: Permutation, numbers: Places) -> Places:
 
 @lru_cache(maxsize=4)
 def _tables(half_bits: int, keys: tuple[int, ...]) -> tuple[Places, ...]:
-    """What each round makes of every half: of an order, which is read for a whole epoch."""
+    """What each round makes of every half. Kept, because an order is read for a whole epoch."""
     halves, low = np.arange(1 << half_bits, dtype=np.uint64), np.uint64((1 << half_bits) - 1)
     return tuple(_mix(halves + np.uint64(key)) & low for key in keys)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training script tells Holdfast and asks of it, as plain functions.
 
-Keys and barriers belong to the round: a new world starts without those of the one before.
+Keys and barriers belong to the round: a new world starts without those of the previous one.
 """
 
 import functools
@@ -17,7 +17,8 @@ from holdfast.worker.progress import ProgressCell
 TIMEOUT_S = 300.0
 
 STEP_S = 30.0
-"""Saves that are further apart are not taken for steps: the least patience with a silent job."""
+"""Saves that are further apart do not count as steps: it is the least patience with a silent
+job."""
 
 #: By progress cell: which step its program saved last, and when.
 _saved: dict[str, tuple[int, float]] = {}
@@ -36,8 +37,8 @@ def report_step(step: int, total: int | None = None) -> None:
 def saving_step(step: int) -> None:
     """The program saves `step`, which it has finished: a Checkpointer says so.
 
-    A save counts as a step if it follows that of another step within STEP_S: a program that makes
-    no other steps known and saves once an hour must not be taken for hung in between.
+    A save counts as a step if it follows the save of another step within STEP_S: a program that
+    reports no other steps and saves once an hour must not be taken for hung in between.
     """
     settings = worker_settings()
     if settings is not None and settings.progress:

@@ -26,7 +26,7 @@ START_S = 60.0
 
 
 def join_standalone(place: WorkerPlace) -> AgentClient:
-    """The client of this node's own vault; whoever comes first starts it."""
+    """The client of this node's own vault; the process that comes first starts the vault."""
     if place.group_world_size > 1 or place.world_size > place.local_world_size:
         raise UsageError(
             f"checkpoints of {place.group_world_size} nodes need Holdfast's agents: start the "
@@ -37,7 +37,7 @@ def join_standalone(place: WorkerPlace) -> AgentClient:
     path = folder / "vault.sock"
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # Whoever comes first starts it; the others wait.
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The first process starts it; the others wait.
         if not _is_there(path):
             _start(place, path)
     finally:
@@ -46,7 +46,7 @@ def join_standalone(place: WorkerPlace) -> AgentClient:
 
 
 def _folder(place: WorkerPlace) -> Path:
-    """Where the processes of this job meet; nobody else can enter."""
+    """Where the processes of this job meet; no other user can enter."""
     name = place.meeting_point or f"pid {os.getpid()}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
     try:
@@ -59,7 +59,7 @@ def _folder(place: WorkerPlace) -> Path:
 
 
 def _token(folder: Path) -> bytes:
-    """The token of the folder. Whoever comes first draws it; it appears whole or not at all."""
+    """The token of the folder. The first process draws it; it appears whole or not at all."""
     path, draft = folder / "token", folder / f"token.{os.getpid()}"
     if not path.exists():
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -75,7 +75,7 @@ def _token(folder: Path) -> bytes:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether somebody listens on the socket now."""
+    """Whether a vault listens on the socket now."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(5.0)
         try:

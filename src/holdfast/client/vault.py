@@ -19,16 +19,16 @@ from holdfast.runtime.settings import WorkerPlace, worker_place, worker_settings
 from holdfast.runtime.token import read_token
 
 ANSWER_S = 60.0
-"""For what the vault answers out of its own memory."""
+"""The limit for requests that the vault answers out of its own memory."""
 
 SLOT_S = 90.0
-"""For a slot: longer than the vault waits for one to become free."""
+"""The limit for a slot: longer than the vault waits for one to become free."""
 
 TELL_S = 5.0
-"""For what may as well stay unsaid: an agent that does not answer has cost time enough."""
+"""The limit for reports that may be lost: an agent that does not answer has cost enough time."""
 
 AGREE_S = 600.0
-"""For what needs every rank of the world, or bytes from another node or storage."""
+"""The limit for requests that need every rank, or bytes from another node or storage."""
 
 
 class VaultClient:
@@ -42,7 +42,8 @@ class VaultClient:
         self._directory = ""
 
     def open_series(self, series: Series) -> None:
-        """Say where checkpoints go and how they are kept. First of all; binds this client to it."""
+        """Say where checkpoints go and how they are kept. The first call; binds this client to
+        them."""
         place = self.place
         self._directory = series.directory
         request = c.SeriesOpen(
@@ -67,7 +68,7 @@ class VaultClient:
         *,
         persist: bool = False,
     ) -> c.SlotGrant:
-        """Where to write this part of this step; one of the `untouched` if there is no other.
+        """Where to write this part of this step; a slot of `untouched` only if there is no other.
 
         `persist`: it goes to storage, so that a slot on disk will do. RejectedError: there is no
         room.
@@ -89,8 +90,8 @@ class VaultClient:
     ) -> None:
         """Say that the slot is sealed; with `persist` the whole step goes to storage.
 
-        `waited_s`: how long the training waited for it, for those who look at metrics. `marks`: how
-        far this rank was in data that follow the series, with its own part; None: there are none.
+        `waited_s`: how long the training waited for it, for the metrics. `marks`: how far this rank
+        was in data that follow the series, with its own part; None: there are none.
         `digest`: of the slot's data; -1 if it is not known yet.
         """
         request = c.SlotSealed(
@@ -155,12 +156,14 @@ class VaultClient:
         return self._agent.ask(request, c.PartsOpened, timeout_s).parts
 
     def close_parts(self, bad: Sequence[str] = ()) -> None:
-        """Say that the opened parts have been read, and which were not what had been saved."""
+        """Say that the opened parts have been read, and which of them were not as they were
+        saved."""
         request = c.PartsClose(self._directory, self.place.local_rank, tuple(bad))
         self._agent.ask(request, m.Done, ANSWER_S)
 
     def wait(self, timeout_s: float) -> c.PersistState:
-        """Wait until nothing of this series is on its way to storage. TimedOutError if it is."""
+        """Wait until nothing of this series is on its way to storage; TimedOutError if that takes
+        longer."""
         request = c.PersistWait(self._directory, timeout_s)
         return self._agent.ask(request, c.PersistState, timeout_s)
 

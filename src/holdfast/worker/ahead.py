@@ -2,7 +2,7 @@
 """Maps what a worker will probably load, while its program still imports and builds its model.
 
 To build the page tables of a new mapping takes as long as half of the copy of what is in it. The
-agent knows where the newest state of a rank is, so this can happen before anybody asks for it.
+agent knows where the newest state of a rank is, so this can happen before the program asks for it.
 """
 
 import mmap
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from holdfast.worker import linux
 
 _PIECE = 4 * 1024 * 1024
-"""Between two pieces others in the process can map memory, and the thread can be stopped."""
+"""Between two pieces other threads can map memory, and this thread can be stopped."""
 _NICE = 10
 _STOP_S = 5.0
 
@@ -27,7 +27,7 @@ class Mapped(NamedTuple):
 
 
 class Ahead:
-    """Files mapped in the background, until somebody takes them."""
+    """Files mapped in the background, until they are taken."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -52,7 +52,7 @@ class Ahead:
             try:
                 mapped = _map(path)
             except (OSError, ValueError):
-                continue  # It is gone or empty: who wants to load finds out what there is.
+                continue  # It is gone or empty: the load itself finds out what there is.
             self._mapped[path] = mapped
             for start in range(0, len(mapped.mapping), _PIECE):
                 if self._is_stopped or not linux.make_present(mapped.mapping, start, _PIECE):

@@ -28,7 +28,7 @@ _OPTIMIZER = "torch.optim.optimizer"
 _COMMAND_NOT_FOUND = 127
 _LOADER_SIGNAL_S = 1.0
 _USAGE_EXIT = 2
-"""What argparse ends a program with whose arguments it refuses."""
+"""The code with which argparse ends a program whose arguments it refuses."""
 _WRONG_ARGUMENT = "ArgumentError"
 """As model.node has it: a worker imports nothing of ours but this package."""
 _WITHOUT_TERMINAL = "NeedsTerminal"
@@ -80,7 +80,7 @@ def main(args: list[str]) -> None:
         if assignment is None:
             return
     else:
-        # The program's own words stand on the command line, where `ps` shows them.
+        # The program's own arguments stand on the command line, where `ps` shows them.
         assignment = Assignment.from_json(settings)._replace(argv=tuple(args[2:]))
     run(assignment)
 
@@ -202,7 +202,7 @@ def _load_module(name: str) -> tuple[ModuleType, CodeType]:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        # A package that is there may itself import something that is not: that is said instead.
+        # A package that is there may itself import a missing module: that error is shown instead.
         if error.name is None or not f"{name}.__main__".startswith(error.name):
             raise
         spec = None

@@ -62,12 +62,12 @@ class ImportObserver:
 
 
 def _is_looked_up() -> bool:
-    """Whether whoever called the finder only asks where a module is, and does not import it.
+    """Whether the caller of the finder only asks where a module is, and does not import it.
 
     torch does so with pandas, which is large and starts a thread when it is imported.
     """
     caller: FrameType | None = sys._getframe(1)
-    for _ in range(2):  # From the finder to importlib's own search, and to whoever began that.
+    for _ in range(2):  # From the finder to importlib's own search, and to the caller of that.
         caller = caller and caller.f_back
     return caller is not None and caller.f_globals.get("__name__") == "importlib.util"
 

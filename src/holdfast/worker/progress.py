@@ -94,7 +94,7 @@ class ProgressCell:
 
     @classmethod
     def open(cls, path: str) -> "ProgressCell":
-        """OSError if there is none."""
+        """An existing cell; OSError if there is none."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             # The number of a descriptor may be that of something else by now.
@@ -159,6 +159,7 @@ class ProgressCell:
 
 
 def _take_room(fd: int) -> None:
-    """OSError if there is none. A file that is only made longer takes its room when its mapping is
-    written to, and where there is none then, the writer is killed with SIGBUS."""
+    """Set the cell's room aside; OSError if there is none. A file that is only made longer takes
+    its room when its mapping is written to: if there is none then, the writer is killed with
+    SIGBUS."""
     os.posix_fallocate(fd, 0, CELL_BYTES)

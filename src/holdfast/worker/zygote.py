@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # its class has no public name
-    """Notes who asks for a variable that only a worker has: what a module derives from its rank
+    """Notes requests for a variable that only a worker has: what a module derives from its rank
     while it is imported would be wrong in every worker forked from here."""
 
     per_rank_reads: list[str] = []  # noqa: RUF012 (one environment per process)
@@ -54,7 +54,7 @@ class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # its class has 
         try:
             return super().__getitem__(key)
         except KeyError:
-            # A spare has no such variable: whoever gets here has asked for it by its name.
+            # A spare has no such variable: code that gets here has asked for it by its name.
             if isinstance(key, str) and is_per_rank(key):
                 self.per_rank_reads.append(key)
             raise
@@ -152,7 +152,7 @@ def serve(settings: Settings) -> Assignment | None:
     """Answer the agent until it hangs up. Returns an assignment in a process that is to become a
     worker: the caller runs it with nothing of ours left on the stack but itself."""
     linux.die_with_parent(settings.agent_pid)
-    # What is sent to every process of the job is for the workers; a spare ends with its agent.
+    # Signals to every process of the job are for the workers; a spare ends with its agent.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NOT_FOR_SPARES}
     channel = socket.socket(fileno=settings.socket)
     channel.set_inheritable(False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The books of this process: which parts it has, and what the ledger must still be told.
 
-No thread and no waiting here: whoever uses it holds the lock.
+There is no thread and no waiting here: the caller holds the lock.
 """
 
 from collections import deque
@@ -19,13 +19,13 @@ class Books:
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
         self.term = NOT_OPEN
-        """That of the parts; NOT_OPEN also when what was held is worth nothing any more."""
+        """The term of the parts; NOT_OPEN also when the parts that were held are void."""
         self.epoch = 0
-        """The one that is being read; those before are over."""
+        """The epoch that is being read; those before are over."""
         self.position: Position | None = None
         """The dataset's position when it was opened."""
         self.ready: deque[Part] = deque()
-        """Parts that nobody reads now, in the order in which they are to be read."""
+        """Parts that have no reader now, in the order in which they are to be read."""
         self.parts: dict[int, Part] = {}
         """All parts, by the number of their lease."""
         self.owes_report = False
@@ -34,7 +34,7 @@ class Books:
         """How many listed shards the ledger knew when the dataset was opened."""
         #: Samples of parts that have ended.
         self._consumed = 0
-        #: The last word on parts that are over, until it is sent.
+        #: The last reports on parts that are over, until they are sent.
         self._last_words: list[Consumed] = []
         #: Parts that ended since the last save, and where. Only with a series.
         self._unsaved: dict[int, int] = {}
@@ -46,7 +46,7 @@ class Books:
     # ---- what the ledger says -------------------------------------------------------------------
 
     def opened(self, answer: DatasetOpened) -> None:
-        """The dataset is open; if the term is another one, everything begins anew."""
+        """The dataset is open; if the term is another one, everything starts over."""
         if answer.term != self.term:
             self.drop()
             self.term, self.position = answer.term, answer.position
@@ -55,7 +55,7 @@ class Books:
     def taken(self, request: ShardsTake, answer: ShardsTaken) -> None:
         """The answer to a request that `words` were sent with."""
         if request.term != self.term:
-            return  # The position jumped meanwhile: these leases are worth nothing.
+            return  # The position jumped meanwhile: these leases are void.
         for lease in answer.leases:
             self.ready.append(self.enter(lease))
         if answer.is_over and request.epoch == self.epoch and self.has_more_epochs:
@@ -63,7 +63,8 @@ class Books:
         self._wanted([self.parts[n] for n in answer.wanted if n in self.parts])
 
     def _wanted(self, parts: list[Part]) -> None:
-        """Others wait for these: what is not begun goes back, else the reader cuts the tail off."""
+        """Other workers wait for these. Those that are not begun go back; if all are, readers cut
+        tails off."""
         unread = [part for part in parts if part in self.ready and part.given == part.begin]
         for part in unread:
             self.give_back(part)
@@ -77,7 +78,7 @@ class Books:
         return self.parts[lease.number]
 
     def drop(self) -> None:
-        """The position has jumped: nothing that is held is worth anything any more."""
+        """The position has jumped: everything that is held is void."""
         self.term, self.position = NOT_OPEN, None
         self.parts.clear()
         self.ready.clear()
@@ -93,7 +94,8 @@ class Books:
         return bool(self._last_words) or any(p.done > p.reported for p in self.parts.values())
 
     def words(self) -> tuple[Consumed, ...]:
-        """What it does not know yet; they are sent until they are answered, so they go out once."""
+        """What the ledger does not know yet. Each report is returned once, because the request that
+        carries it is repeated until it is answered."""
         words, self._last_words = self._last_words, []
         for part in self.parts.values():
             if part.done > part.reported:
@@ -115,7 +117,7 @@ class Books:
             self.owes_report = True
 
     def give_back(self, part: Part) -> None:
-        """The rest of a part is for others."""
+        """Give the rest of a part to other workers."""
         # With a series, what was given is in the model when that is saved; without, only what is
         # done may be left out.
         upto = part.given if self.dataset.series else part.done
@@ -123,13 +125,13 @@ class Books:
         self.owes_report = True
 
     def cut(self, part: Part, end: int) -> None:
-        """The tail of a part is for others; from now on nobody here reads it."""
+        """Give the tail of a part to other workers; from now on no reader here reads it."""
         part.end = end
         self._last_words.append(Consumed(part.number, part.done, end=end))
         self.owes_report = True
 
     def give_back_lease(self, number: int, begin: int) -> None:
-        """What nobody has reported of a lease is for others."""
+        """Give what was not reported of a lease to other workers."""
         self._last_words.append(Consumed(number, begin, returned=True))
         self.owes_report = True
 
@@ -145,7 +147,7 @@ class Books:
     # ---- what a checkpoint says -----------------------------------------------------------------
 
     def marks(self) -> tuple[Mark, ...]:
-        """How far it is in its parts, those included that ended since this was asked last."""
+        """How far this process is in its parts, those included that ended since the last call."""
         over = [Consumed(number, upto) for number, upto in self._unsaved.items()]
         begun = [
             Consumed(part.number, part.given)

@@ -21,9 +21,9 @@ from holdfast.protocol.data import ShardsTake
 HOLD_S = 60.0
 """How long the ledger may hold a request of a reader that has nothing left."""
 SAY_EVERY_S = 30.0
-"""How often a log line says that somebody waits."""
+"""How often a log line says that a reader waits."""
 CLOSE_S = 5.0
-"""How long somebody who leaves waits for the ledger to hear what goes back."""
+"""How long a process that leaves waits until the ledger has heard what goes back."""
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +66,13 @@ class Errands:
             raise UsageError(f"the dataset {self._name!r} was closed by this process")
 
     def fail(self, error: HoldfastError) -> None:
-        """Whoever reads or waits raises this."""
+        """Every caller that reads or waits raises this."""
         self._error = self._error or error
         self.changed.notify_all()
 
     def send(self, want: int, hold_s: float = 0.0, *, is_idle: bool = False) -> Errand:
-        """Start an errand; while a quick one is under way, no second one: a report follows it."""
+        """Start an errand. While a quick one is under way there is no second one: a report follows
+        it."""
         if not hold_s and self.quick is not None:
             self.books.owes_report = True
             return self.quick
@@ -122,7 +123,7 @@ class Errands:
             self.changed.wait_for(lambda: self.quick is None, CLOSE_S)
 
     def name_shards(self, shards: Sequence[tuple[str, int]], is_last: bool) -> None:
-        """Name more listed shards. Waits for the ledger; without the lock."""
+        """Name more listed shards. Call it without the lock: it waits for the ledger."""
         with self.changed:
             if self._is_listed:
                 raise UsageError(f"the last shard of {self._name!r} was named already")
@@ -161,7 +162,7 @@ class Errands:
             else:
                 self.quick = None
             if self.is_closed:
-                # The answer came too late for anybody to read what it brought.
+                # The answer came too late: no reader is left for what it brought.
                 for part in list(self.books.ready):
                     self.books.give_back(part)
             if self.quick is None and self._error is None:
@@ -197,7 +198,7 @@ class Errands:
             self.books.taken(request, answer)
 
     def _open(self) -> int:
-        """Open the dataset, again or for the first time; the ledger's term."""
+        """Open the dataset, again or for the first time; returns the ledger's term."""
         try:
             opened = self._ledger.open(self._dataset)
             self._tell_names(opened.position.first_listed)

@@ -34,11 +34,11 @@ class Holdings:
 
     @property
     def term(self) -> int:
-        """The term of the parts that are worth something; parts of another one must be left."""
+        """The term of the parts that are valid; readers must leave parts of another term."""
         return self._books.term
 
     def open(self) -> Position:
-        """The position when this process opened the dataset; registers it if nobody has."""
+        """The position when this process opened the dataset; registers it if no process has."""
         with self._changed:
             while self._books.position is None:
                 self._errands.wait_for(self._errands.quick or self._errands.send(want=0))
@@ -55,8 +55,8 @@ class Holdings:
     def next_part(self, epoch: int, *, wait: bool, hold_s: float = 0.0) -> Part | None:
         """A part for one reader. None: the epoch is over.
 
-        Without `wait` None also says that there is nothing now, though something may come back;
-        `hold_s` is how long that may take to be sure.
+        Without `wait`, None also means that there is nothing now, though something may come back;
+        `hold_s` is how long it may take to be sure of that.
         """
         with self._changed:
             if not self._found(epoch, wait, hold_s):
@@ -86,14 +86,14 @@ class Holdings:
                     return False
             asked = self._errands.quick
             if asked is None and hold_s and self._errands.held is not None:
-                # What the held one waits for may be what only this process knows.
+                # The held errand may wait for something that only this process knows.
                 asked = self._errands.send(want=0) if self._books.has_news else self._errands.held
             if asked is None:
                 asked = self._errands.send(want=1, hold_s=hold_s, is_idle=True)
             self._errands.wait_for(asked)
 
     def deliver(self, claims: Claims) -> bool:
-        """These go to the caller now. False: the position jumped, they must not be used."""
+        """The caller gets these now. False: the position jumped, they must not be used."""
         with self._changed:
             if any(part.term != self._books.term for part, _ in claims):
                 return False
@@ -108,16 +108,16 @@ class Holdings:
                 self._books.finish(part, upto)
 
     def fail(self, part: Part, why: str) -> None:
-        """The rest of a part cannot be read: somebody else tries, or it is set aside."""
+        """The rest of a part cannot be read: another worker tries, or it is set aside."""
         with self._changed:
             self._books.fail(part, why)
             self._errands.send(want=0)
 
     def share(self, part: Part, drawn: int) -> None:
-        """Others wait for this part: cut off half of what its reader has not drawn.
+        """Other workers wait for this part: cut off half of what its reader has not drawn.
 
-        Only its reader calls this, so nobody can be beyond the cut. What is read in no more time
-        than two reports take stays here: it would be read before the others had it.
+        Only its reader calls this, so no reader can be beyond the cut. What is read in no more time
+        than two reports take stays here: it would be read before another worker had it.
         """
         part.is_wanted = False
         rest = part.end - drawn
@@ -129,7 +129,7 @@ class Holdings:
                     self._errands.send(want=0)
 
     def put_back(self, parts: Iterable[Part]) -> None:
-        """Nobody reads these any more: the next reader of this process goes on with them."""
+        """These have no reader any more: the next reader of this process goes on with them."""
         with self._changed:
             for part in sorted(parts, key=lambda part: part.number, reverse=True):
                 if part.number in self._books.parts and part not in self._books.ready:
@@ -145,7 +145,7 @@ class Holdings:
     # ---- parts that loader processes took, for the process that trains --------------------------
 
     def adopt(self, number: int, term: int, begin: int, end: int) -> Part | None:
-        """The part of a lease that a loader process took; None if it is worth nothing any more."""
+        """The part of a lease that a loader process took; None if the lease is void."""
         self.open()
         with self._changed:
             if term != self._books.term:
@@ -158,7 +158,7 @@ class Holdings:
             self._books.parts.pop(part.number, None)
 
     def give_back_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """Give back what nobody has reported of these leases (number, begin), and wait for it."""
+        """Give back what was not reported of these leases (number, begin), and wait for it."""
         with self._changed:
             for number, begin in leases:
                 self._books.give_back_lease(number, begin)
@@ -173,7 +173,7 @@ class Holdings:
         self.flush()
 
     def give_back_ready(self) -> None:
-        """Give back what nobody here reads, and wait for it."""
+        """Give back what has no reader here, and wait for it."""
         with self._changed:
             ready = list(self._books.ready)
         self.release(ready)
@@ -186,7 +186,7 @@ class Holdings:
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def marks(self) -> tuple[Mark, ...]:
-        """How far it is in its parts, those included that ended since this was asked last."""
+        """How far this process is in its parts, those included that ended since the last call."""
         with self._changed:
             return self._books.marks()
 
@@ -196,7 +196,7 @@ class Holdings:
             return self._books.consumed()
 
     def drop(self) -> None:
-        """The position has jumped: what is held is worth nothing, and the dataset opened again."""
+        """The position has jumped: what is held is void, and the dataset is opened again."""
         with self._changed:
             self._books.drop()
             self._changed.notify_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who deals the data out: the master, through the agent, or a ledger in this very process."""
+"""What deals the data out: the master, through the agent, or a ledger in this very process."""
 
 import threading
 import time
@@ -36,8 +36,8 @@ Expected = TypeVar("Expected", bound=m.Message)
 class Ledger(Protocol):
     """Deals out the parts of datasets.
 
-    Each call is carried out exactly once, and waits for as long as nobody answers. FencedError: the
-    world of this process is over, or, of `take`, the term is.
+    Each call is carried out exactly once, and waits for as long as no answer comes. FencedError:
+    the world of this process is over or, for `take`, the term is.
     """
 
     scope: int
@@ -72,7 +72,7 @@ def connect_ledger() -> Ledger:
 
 
 class AgentLedger:
-    """The master's. A request is repeated under one key until it is answered."""
+    """The master's ledger. A request is repeated under one key until it is answered."""
 
     is_here = False
 
@@ -100,7 +100,7 @@ class AgentLedger:
 class OwnLedger:
     """The same ledger without a master, for a process that trains alone.
 
-    Positions are taken and adopted by whoever saves and loads the state of this process.
+    The code that saves and loads the state of this process takes positions and adopts them.
     """
 
     scope = 0
@@ -113,7 +113,7 @@ class OwnLedger:
         self._answers: dict[int, m.Answer] = {}
 
     def series(self, name: str, directory: str) -> str:
-        """Each dataset goes with what is saved of it, and with nothing else."""
+        """Each dataset goes with its own saved state, and with nothing else."""
         return f"this process: {name}"
 
     def open(self, dataset: Dataset) -> DatasetOpened:
@@ -153,7 +153,7 @@ class OwnLedger:
         with self._changed:
             self._calls += 1
             call = self._calls
-            # Nobody repeats a request here, so there is no session to tell repeats apart by.
+            # No request is repeated here, so there is no session by which to recognise repeats.
             self._handle(ev.DataRequested(NodeId(0), 0, call, "", call, body))
             while call not in self._answers:
                 deadline = self._machine.deadline()

@@ -3,7 +3,7 @@
 
 JetStream numbers the messages of a stream 1, 2, 3... and never uses a number again, which is what
 the ledger of shards needs. Messages are read by number, through consumers that live for one
-request: the broker keeps nothing about who has read what.
+request: the broker keeps no record of readers.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from holdfast.model.errors import StateError, TimedOutError, UsageError
 __all__ = ["NatsReader"]
 
 AT_ONCE = 128
-"""Messages of one request. One can have a megabyte, and two requests are in memory."""
+"""Messages in one request. A message can have a megabyte, and two requests are in memory."""
 TRY_S = 5.0
 """After this without an answer a request is sent again."""
 PAUSE_S = 0.2
@@ -201,7 +201,7 @@ async def _pull(
     answered = asyncio.get_running_loop().create_future()
 
     async def take(message: Msg) -> None:
-        # Without a subject for replies it is the broker's word on the request: its time is over.
+        # Without a subject for replies it is the broker's status for the request: its time is over.
         is_last = not message.reply or message.metadata.sequence.stream >= end - 1
         if message.reply:
             found.append(message)
@@ -246,7 +246,7 @@ class _Connection:
         self._servers, self._options = servers, options
         self._client: Client | None = None
         self._connecting = asyncio.Lock()
-        #: Set when the connection is another one: nobody will answer what was asked before.
+        #: Set when there is a new connection: requests on the one before will not be answered.
         self._is_new = asyncio.Event()
         self._problem = "no connection"
         self._loop = asyncio.new_event_loop()

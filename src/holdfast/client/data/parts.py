@@ -16,8 +16,8 @@ class Part:
     """A piece that this process reads. Only one reader at a time has it.
 
     It is consumed in order: `done <= given <= end`. What is *given* was handed to the caller and
-    counts as consumed in a checkpoint; what is *done* the caller has finished with, because it came
-    back for more: that is what the ledger is told, so that nothing is lost if this process dies.
+    counts as consumed in a checkpoint. What is *done* the caller has finished with, because it came
+    back for more: the ledger is told that, so that nothing is lost if this process dies.
     """
 
     __slots__ = (
@@ -43,7 +43,7 @@ class Part:
         self.begin, self.end = piece.begin, piece.end
         self.given = self.done = self.reported = piece.begin
         self.is_wanted = False
-        """Others wait for its tail: its reader, and nobody else, may cut it (Holdings.share)."""
+        """Other workers wait for its tail: only its reader may cut it (Holdings.share)."""
         self.read_from, self.read_since = piece.begin, 0.0
         """Where its reader began, and when."""
         self.name = lease.key

@@ -10,7 +10,7 @@ from holdfast.client.data.parts import Part, records
 from holdfast.client.permuting import Records
 
 AT_ONCE = 4096
-"""So many record numbers are computed together."""
+"""This many record numbers are computed together."""
 
 NOTHING: Records = np.empty(0, dtype=np.int64)
 
@@ -31,8 +31,8 @@ class Reader:
     def draw(self, count: int) -> tuple[Records, Claims]:
         """The next records, fewer at the end of an epoch, and none when there is nothing more.
 
-        If it waited with some records in its hands, the epoch could never end: it would wait for
-        its own part.
+        It never waits with some records in its hands: it would wait for its own part, and the epoch
+        could never end.
         """
         rows: list[Records] = []
         claims: list[tuple[Part, int]] = []
@@ -66,11 +66,11 @@ class Reader:
             ahead = min(part.end, max(end, begin + AT_ONCE))
             self._window = records(self._holdings.dataset, part.epoch, begin, ahead)
             self._window_at = begin
-        # A copy: a caller who keeps a batch must not keep thousands of numbers.
+        # A copy: a caller that keeps a batch must not keep thousands of numbers.
         return self._window[begin - self._window_at : end - self._window_at].copy()
 
     def leave(self) -> None:
-        """What is drawn and not given, and the rest, is for the next reader."""
+        """Leave what is drawn and not given, and the rest, to the next reader."""
         self._holdings.put_back(part for part in self._open if part.given < part.end)
         self._part, self._open = None, []
 

@@ -12,7 +12,7 @@ from holdfast.model.errors import UsageError
 def samples(dataset: Dataset, part: Part, read: Callable[[Any], Any]) -> Iterator[tuple[int, Any]]:
     """The samples of the rest of a part: how far the part is consumed with each, and the sample.
 
-    `read` makes a sample of a record number or of a line. Of streams and listed shards it gets the
+    `read` makes a sample of a record number or of a line. For streams and listed shards it gets the
     part, and yields the samples from `part.given` to `part.end`.
     """
     if dataset.kind == RANGE:

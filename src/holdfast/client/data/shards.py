@@ -95,7 +95,7 @@ class DataShards:
         `size`: the records 0..size. `files`: the lines of text files. `partitions` of a stream: the
         first offset of each and the one after the last, or None if it has no end. `listed`: shards
         by name, with the number of their samples; an empty list if `add` will name them.
-        `grows`: only what the ledger is told to be written is dealt, see StreamShards.
+        `grows`: the ledger deals only what it was told is written, see StreamShards.
         `shard_size` counts records, bytes or offsets; docs/data.md tells how to choose it.
         """
         kind, extents = _kind(size, files, partitions, listed)
@@ -167,8 +167,8 @@ class DataShards:
     def batches(self, size: int, *, wait: bool = True) -> Iterator[Records]:
         """The record numbers of the epoch in batches of this size; the last ones may be smaller.
 
-        With `wait=False`, for ranks that make every step together: a batch of nothing when there
-        is nothing for this rank now. To wait for the others, who wait for it, would be for ever.
+        With `wait=False`, for ranks that make every step together: an empty batch when there is
+        nothing for this rank now. It must not wait for the other ranks, because they wait for it.
         """
         if size < 1:
             raise UsageError(f"a batch has 1 record at least, not {size}")
@@ -191,7 +191,7 @@ class DataShards:
             reader.leave()
 
     def pieces(self) -> Iterator[Part]:
-        """The epoch in parts, for those who read them on their own.
+        """The epoch in parts, for callers that read them on their own.
 
         A part counts as consumed when the next one is asked for, or as far as `consumed` said.
         """
@@ -226,7 +226,8 @@ class DataShards:
         self._here().report_if_due()
 
     def failed(self, part: Part, why: str) -> None:
-        """The rest of this part cannot be read: others try it, then it is set aside for good."""
+        """The rest of this part cannot be read: other workers try, then it is set aside for
+        good."""
         self._here().fail(part, why or "no reason given")
 
     def add(self, shards: Sequence[tuple[str, int]], *, is_last: bool = False) -> None:
@@ -238,7 +239,8 @@ class DataShards:
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def marks(self) -> tuple[Mark, ...]:
-        """How far this rank is, for a save: in what it has, and in what ended since the last."""
+        """How far this rank is, for a save: in the parts it has, and in those that ended since the
+        last."""
         return self.holdings.marks()
 
     def restored(self) -> None:

@@ -142,7 +142,7 @@ class StreamShards(DataShards):
             self.holdings.open()
             self._tell_growth()
         except FencedError:
-            pass  # The world of this process is over: whoever reads is told the same.
+            pass  # The world of this process is over: readers are told the same.
         except HoldfastError as error:
             if not self._is_closed:
                 self.holdings.abort(error)
@@ -159,7 +159,7 @@ class StreamShards(DataShards):
                 self.ledger.grow(self.dataset.name, written)
 
     def _next_shards(self, ends: Mapping[str, int]) -> dict[str, int]:
-        """Where the next shard of each partition ends that is not written to its end."""
+        """For each partition, where the next shard ends that is not written to its end."""
         found: dict[str, int] = {}
         for extent in self.dataset.extents:
             written, size = ends[extent.name] - extent.begin, self.dataset.shard_size
