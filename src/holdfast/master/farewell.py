@@ -14,16 +14,16 @@ from holdfast.protocol.checkpoints import CheckpointCall
 from holdfast.runtime.observe import Level, Say
 
 FAREWELL_S = 15.0
-"""How long a finished master waits for an agent of which it hears nothing."""
+"""How long a finished master waits when it hears nothing from any agent."""
 
 FLUSH_S = 360.0
 """How long it waits for agents that beat, while nothing new reaches storage. Agents give up earlier
 by themselves (END_S in agent/agent.py), so what they hold in memory gets there if it can. They
-begin with that when their workers have ended, so the grace of the workers comes first."""
+begin to save it when their workers have ended, so the grace of the workers comes first."""
 
 
 class Farewell:
-    """Who is in the job, attached or not: at its end each of them must be told."""
+    """The agents in the job, attached or not: at its end the master tells each of them."""
 
     def __init__(self, now: Callable[[], float], say: Say) -> None:
         self._now = now
@@ -31,12 +31,13 @@ class Farewell:
         self._in_job: set[NodeId] = set()
         self._all_gone = asyncio.Event()
         self._is_cut_short = False
-        #: When an agent was heard last, and when one got on with its checkpoints; kept at the end.
+        #: When an agent was last heard, and when one last made progress with its checkpoints; kept
+        #: at the end.
         self._heard_at = self._moved_at = 0.0
         self._written: dict[NodeId, int] = {}
         #: The longest that an agent gives its workers to end, and when the last of it is over.
         self._grace_s = self._grace_until = 0.0
-        #: What agents said before they hung up: why something may not be saved, or nothing.
+        #: What agents said before they hung up: why something may not be saved; empty if all is.
         self._words: dict[NodeId, str] = {}
         self._doubts: list[str] = []
         self._is_ending = False
@@ -59,8 +60,8 @@ class Farewell:
         return bool(self._words)
 
     def hung_up(self, node_id: NodeId) -> None:
-        """A link closed. Without a word before it may only have broken, or its agent is dead: it is
-        waited for as any agent of which nothing is heard."""
+        """A link closed. If its agent had not said so before, the link may only have broken, or the
+        agent is dead: the master waits for it as for any silent agent."""
         if node_id in self._words:
             self.left(node_id)
 
@@ -78,7 +79,8 @@ class Farewell:
             self._all_gone.set()
 
     def heard(self, node_id: NodeId, body: m.AnyMessage) -> None:
-        """An agent that has not hung up yet was heard; it may have got on with its checkpoints."""
+        """The master heard an agent that has not hung up yet; its checkpoints may have made
+        progress."""
         self._heard_at = self._now()
         written = 0
         if isinstance(body, m.Beat) and body.checkpoints is not None:
@@ -88,7 +90,7 @@ class Farewell:
         self._written[node_id] = max(written, self._written.get(node_id, 0))
 
     def cut_short(self) -> None:
-        """A person has no more patience: wait for no agent."""
+        """The user wants to wait no longer: wait for no agent."""
         self._is_cut_short = True
         self._in_job.clear()
         self._all_gone.set()
@@ -102,12 +104,12 @@ class Farewell:
         self._grace_until = self._heard_at + self._grace_s
 
     def left_s(self) -> float:
-        """How much longer it waits if nothing else is heard; 0 or less: no longer."""
+        """How much longer the master waits if it hears nothing else; 0 or less: no longer."""
         moved_at = max(self._moved_at, self._grace_until)
         return min(self._heard_at + FAREWELL_S, moved_at + FLUSH_S) - self._now()
 
     async def wait(self) -> str:
-        """Until all hung up: what is in their memory may be on its way to storage.
+        """Wait until all agents hung up: what is in their memory may be on its way to storage.
 
         Returns why some of it may not be there; empty if all agents parted without a doubt.
         """

@@ -119,7 +119,7 @@ def _of_the_checkpoints(
     yield restored
     safe = max((one.safe for one in directories), default=-1)
     steps = {"storage": max((one.committed for one in directories), default=-1)}
-    # A restarted master does not know yet that there is none.
+    # A restarted master does not know yet that there is no such step.
     if saving.memory_step >= 0 or saving.memory_confirmed:
         steps["memory"] = saving.memory_step
     if safe >= 0 or all(one.safe_confirmed for one in directories):

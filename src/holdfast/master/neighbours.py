@@ -30,7 +30,8 @@ class Neighbours:
         self._pidfds: dict[NodeId, int] = {}
 
     def look(self, *, follow: bool = False) -> None:
-        """Tell of those that have ended; with `follow` also of those that end from now on."""
+        """Tell the core of agents that have ended; with `follow` also of those that end from now
+        on."""
         for node_id, name in list(self._processes().items()):
             where = look_for(name)
             if where is Whereabouts.GONE:

@@ -55,7 +55,7 @@ def write(settings: "MasterSettings", address: str, http: str, token_file: Path)
 def read_all(warn: Callable[[str], None] = lambda sentence: None) -> list[Note]:
     """The notes of masters that are alive, newest first; notes of dead ones are removed.
 
-    What another user has put there is not believed, and `warn` is told of it.
+    A file that another user has put there is not believed, and `warn` is told of it.
     """
     folder = runtime_root() / "jobs"
     found: list[tuple[float, Note]] = []

@@ -57,7 +57,7 @@ class MasterSettings:
     insecure: bool
     spec: JobSpec
     hands_over: bool = False
-    """True: SIGTERM ends this master and not its job: whoever runs it starts another."""
+    """True: SIGTERM ends this master and not its job: the program that runs it starts another."""
 
 
 CERTIFICATE_LOOK_S = 60.0
@@ -83,8 +83,8 @@ async def run_master(
 ) -> m.JobEnded | None:
     """Serve the job until it ends; None if it goes on under the next master.
 
-    Raises StateError or UsageError if it cannot. When `lifeline` reaches end-of-file, whoever
-    started this master is gone, and it stops.
+    Raises StateError or UsageError if it cannot. When `lifeline` reaches end-of-file, the launcher
+    of this master is gone, and the master stops.
     """
     settings.spec.validate()
     for address in filter(None, (settings.listen, settings.http)):
@@ -164,7 +164,7 @@ async def _serve(
         engine.start(nonce=secrets.token_hex(4))
         neighbours = Neighbours(engine.core.nodes.processes, driver.feed)
         open_things.callback(neighbours.close)
-        if not spec.managed:  # Else the platform knows who lives.
+        if not spec.managed:  # Else the platform knows which nodes live.
             neighbours.look()
         handed_over = _stop_on_signals(
             engine,
@@ -205,7 +205,7 @@ class Engine:
         self.driver.feed(ev.MasterStarted(nonce, self.driver.position, clock.name, clock.zero_s))
 
     def running_nodes(self) -> frozenset[NodeId]:
-        """Those that the platform had when the last master looked."""
+        """The nodes that the platform had when the last master looked."""
         return frozenset(
             cast(NodeId, row["node_id"])
             for row in (*self.core.nodes.view(self.clock.now()), *self.core.roles.view())
@@ -213,7 +213,7 @@ class Engine:
         )
 
     def ended_early(self, task: "asyncio.Task[None]") -> None:
-        """A task that should last as long as the job is over."""
+        """A task is over that should last as long as the job."""
         if not task.cancelled() and not self.fatal.done() and (exc := task.exception()):
             self.fatal.set_exception(exc)
 
@@ -230,7 +230,7 @@ def build_engine(
     watch: Callable[[Event], None] = lambda event: None,
     has_launcher: bool = False,
 ) -> Engine:
-    """The engine as the journal left it. It serves nobody yet. `watch` is told what happens."""
+    """The engine as the journal left it. It does not serve yet. `watch` is told what happens."""
     entries = journal.load()
     job_core = replayed(job, spec, entries)
     kept = job_core.nodes.last_clock()
@@ -304,11 +304,11 @@ def view_left(state: Path) -> dict[str, object]:
 async def _surround(
     engine: Engine, surroundings: Surroundings, open_things: AsyncExitStack
 ) -> None:
-    """Connect what there is with the core."""
+    """Connect the platform and the desk with the core, where there are any."""
 
     def listen_to(source: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(source)
-        # Without it the job would go on blind: better another master.
+        # Without this task the job would go on blind: another master is better.
         task.add_done_callback(engine.ended_early)
         open_things.callback(task.cancel)
 
@@ -332,7 +332,7 @@ async def watch_platform(platform: Platform, driver: Driver) -> None:
 
 
 async def take_plans(desk: Desk, driver: Driver) -> None:
-    """Tell the core what people ask for, until they take the job back."""
+    """Tell the core what people ask for, until they delete the job."""
     async for plan in desk.plans():
         driver.feed(ev.PlanAsked(plan))
     driver.feed(ev.StopRequested(-1, 0, "the job was deleted"))
@@ -343,7 +343,7 @@ def _stop_on_signals(
 ) -> "asyncio.Future[m.JobEnded | None]":
     """A stopped master stops its job, unless it hands it over: then the future is done.
 
-    Its nodes bring what they hold in memory to storage and go; a later master on the same state
+    Its nodes bring what they hold in memory to storage and leave; a later master on the same state
     goes on with the job.
     """
     handed_over: asyncio.Future[m.JobEnded | None] = asyncio.get_running_loop().create_future()

@@ -30,23 +30,23 @@ from holdfast.runtime.observe import Details, Level, Say, wall_clock
 from holdfast.runtime.transport import Link
 
 PROGRESS_S = 1.0
-"""How often those who follow the job hear how it stands."""
+"""How often the followers of the job hear how it stands."""
 
 ENTITIES_SHOWN = 50
 """How many are named to a person who asks for one that is not known."""
 
 LINGER_S = 5.0
-"""How long a master that found its job ended, and heard its nodes part, waits for those that asked
-the master before it for the end: they look for this one."""
+"""How long a master that found its job ended, and heard its nodes part, waits for followers of the
+master before it: they look for this one."""
 
 NO_NEWS = frozenset({ev.BeatReceived, ev.KvRequested, ev.DataRequested})
-"""What comes in by the thousand: nobody looks for words for it."""
+"""Events that come in by the thousand: no sentence is looked up for them."""
 
 _DONE = m.Done()
 
 
 class Service:
-    """Who is connected, and the way between links and the core."""
+    """The connected agents and followers, and the way between links and the core."""
 
     def __init__(
         self,
@@ -107,16 +107,17 @@ class Service:
         position: Callable[[], int],
         follow: Callable[[Command], None],
     ) -> None:
-        """Where events go, how far the journal is, and how to do something after all that was
-        decided before. Set once, before anything is served."""
+        """Connect the core: `feed` takes events, `position` says how far the journal is, and
+        `follow` executes a command after all that was decided before. Called once, before anything
+        is served."""
         self._feed, self._position, self._follow = feed, position, follow
 
     def use_platform(self, platform: Platform) -> None:
-        """Who launches and removes nodes, in a job that is managed."""
+        """The platform that launches and removes nodes, in a job that is managed."""
         self._platform = platform
 
     def use_desk(self, desk: Desk) -> None:
-        """Where people ask for changes and see the job, if they have such a place."""
+        """The desk where people ask for changes and see the job, if there is one."""
         self._showing = Showing(desk, self.view, self._run)
 
     def view(self) -> dict[str, object]:
@@ -151,7 +152,7 @@ class Service:
         if self._is_finishing and node_id is not None:
             self._farewell.heard(node_id, body)
         if isinstance(body, m.Beat):
-            # Of an agent that is not admitted, or no longer, it says nothing.
+            # A beat of an agent that is not admitted, or no longer, says nothing.
             if node_id is not None:
                 self._beat(link.number, node_id, frame.call, body)
         elif isinstance(body, m.Dropped):
@@ -167,13 +168,13 @@ class Service:
 
     def _beat(self, link: int, node_id: NodeId, call: int, beat: m.Beat) -> None:
         self._feed(ev.BeatReceived(node_id, beat))
-        # An answer renews the lease: not after it was decided that the node is lost.
+        # An answer renews the lease: there must be none once it is decided that the node is lost.
         self._follow(cmd.Reply(link, call, _DONE))
         if self._showing is not None:
             self._showing.progressed()
 
     def _answer(self, link: Link, node_id: NodeId | None, frame: m.Frame) -> None:
-        """What the core does not answer: this service does, or nothing in the master."""
+        """Answer what is not for the core; refuse it if nothing in the master answers it."""
         match frame.body:
             case m.Observe():
                 self._observe(link, frame.call, frame.body)
@@ -186,7 +187,7 @@ class Service:
                 _refuse(link, frame, "is not a request")
 
     def _attaches(self, link: int, body: m.Attach) -> None:
-        """An agent asks for its admission; any that it asked for on this link before is moot."""
+        """An agent asks for its admission; an earlier request of it on this link is void."""
         self._came(link)
         self._attaching[link] = body.agent_key
         self._coming[body.agent_key] += 1
@@ -203,8 +204,8 @@ class Service:
                 self._farewell.hung_up(node_id)
             elif self._platform is not None:
                 self._platform.look_again()
-            # The core has heard it on another link already, if that admission is on its way to the
-            # disk: it would take the end of this link for that of the newer one.
+            # If the agent's admission on another link is on its way to the disk, the core has heard
+            # of it already: it would take the end of this link for that of the newer one.
             if agent_key not in self._coming:
                 self._feed(ev.NodeAbsent(node_id))
 
@@ -221,7 +222,7 @@ class Service:
         self._progress_timer = loop.call_later(PROGRESS_S, self._tell_progress)
 
     def _tell_progress(self) -> None:
-        """One line on how the job stands, to those who follow, for as long as there are any."""
+        """Send one line on how the job stands to its followers, for as long as there are any."""
         self._progress_timer = None
         if not self._followers:
             return
@@ -231,7 +232,7 @@ class Service:
             link.send(story)
 
     def observe(self, event: Event, now: float) -> None:
-        """Say what happened, here and to those who follow."""
+        """Say what happened, here and to the followers."""
         if type(event) in NO_NEWS:
             return
         match event:
@@ -270,7 +271,7 @@ class Service:
             link.send(story)
 
     def _seen(self, event: ev.NodeSeen) -> None:
-        """Keep what keeps a node from running: of no use to the core, but to people."""
+        """Keep the reason why a node does not run yet: the core does not need it, but people do."""
         if event.phase is Phase.PENDING:
             self._waiting[event.node_id] = event.message
         else:
@@ -360,7 +361,7 @@ class Service:
                 await asyncio.wait_for(self._followed.wait(), LINGER_S)
         if self._showing is not None:
             self._showing.show()
-        # Only who has heard this knows that the job is over, and not just its master.
+        # Only a follower that hears this knows that the job is over, and not just its master.
         word = m.Story(self._now(), m.LAST_WORD, doubt, {})
         for link in list(self._followers.values()):
             link.send(word)

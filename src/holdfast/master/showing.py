@@ -17,7 +17,7 @@ PROGRESS_S = 15.0
 
 
 class Showing:
-    """What a desk is told, and when."""
+    """Decides what a desk is told, and when."""
 
     def __init__(
         self,
@@ -30,16 +30,16 @@ class Showing:
         self._timer: asyncio.TimerHandle | None = None
 
     def happened(self, event: Event, text: str) -> None:
-        """Something that has words."""
+        """An event happened that has a sentence for people."""
         self._run(self._desk.tell(_kind(event), text))
         self.changed()
 
     def changed(self) -> None:
-        """The view is another one."""
+        """The view has changed."""
         self._within(NEWS_S)
 
     def progressed(self) -> None:
-        """Somebody was heard; perhaps the job stepped."""
+        """A node was heard; perhaps the job stepped."""
         self._within(PROGRESS_S)
 
     def settled(self, plan_id: str, *, ok: bool, text: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each fact as one sentence for people. Facts that are nobody's news have none."""
+"""Each fact as one sentence for people. Facts that are no news have none."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -198,8 +198,8 @@ def _no_incident(round: int, *, late: bool = False) -> int:
 def fields_of(event: Event, incident_of: IncidentOf = _no_incident) -> dict[str, str | int | float]:
     """What an event is about, for programs: the node, the round, the incident, the step.
 
-    `incident_of` is asked because what opens an incident, and the round that follows, are told
-    before anybody knows how it closes.
+    `incident_of` is asked because the event that opens an incident, and the round that follows, are
+    told before it is known how the incident closes.
     """
     about: dict[str, str | int | float] = {
         name: value
@@ -231,7 +231,7 @@ def dataset_of(event: Event) -> str:
 
 
 def _ended_round(event: Event) -> int:
-    """The round with whose end this has to do; 0 if with none."""
+    """The round whose end this event belongs to; 0 if there is none."""
     match event:
         case ev.WorldBroken():
             return event.round
@@ -293,7 +293,7 @@ def _left(view: Mapping[str, Any]) -> str:
 
 
 def _recovery(incident: Mapping[str, Any], world: Mapping[str, Any]) -> str:
-    """What the job is at while it does not train, for all that is known."""
+    """What the job does while it does not train, as far as that is known."""
     if incident["late"]:
         return f"no step reported for {_short(incident['open_s'])}; the workers are left alone"
     text = f"recovering for {_short(incident['open_s'])} ({incident['part'] or incident['stage']})"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the job's state for those who read it: metrics and `holdfast status`.
+"""The shape of the job's state for its readers: metrics and `holdfast status`.
 
 Fields that a reader does not know are ignored and missing ones have defaults, so that a command and
 a master of different versions understand each other.
@@ -19,9 +19,9 @@ class WorldView(Struct, frozen=True):
     """Node ranks of the members."""
     world_size: int = 0
     spares: tuple[int, ...] = ()
-    """Node ranks of those who wait."""
+    """Node ranks of the nodes that wait."""
     starts_in_s: float = 0.0
-    """The workers failed at once again and again: so long the next round waits."""
+    """How long the next round waits, because the workers failed at once again and again."""
 
 
 class NodeView(Struct, frozen=True):
@@ -34,9 +34,9 @@ class NodeView(Struct, frozen=True):
     host: str = ""
     nproc: int = 0
     warm: bool | None = None
-    """Whether its workers would start warm, by its last beat; None if nobody knows."""
+    """Whether its workers would start warm, by its last beat; None if that is not known."""
     cpu: float | None = None
-    """Cores that its workers use, by its last beat; so are the next two. None if nobody knows."""
+    """Cores that its workers use, by its last beat; so are the next two. None if not known."""
     memory_bytes: int | None = None
     steps_per_s: float | None = None
     beat_age_s: float | None = None
@@ -71,16 +71,16 @@ class ProgressView(Struct, frozen=True):
     """Steps, and where the time went."""
 
     step: int = -1
-    """The newest that a beat told or a save has."""
+    """The newest step that a beat reported or a save has."""
     step_age_s: float = -1.0
-    """Since the last step that a beat told; -1 if none did."""
+    """Since the last step that a beat reported; -1 if none did."""
     steps_total: int = 0
     steps_per_s: float | None = None
     """Over the last 15 to 30 seconds; None while no steps are made."""
     steps_wanted: int = 0
     """How many the script wants to make in all, in the counting of `step`; 0 if it does not say."""
     left_s: float | None = None
-    """Until then; None if that is not known."""
+    """The time until those steps are made; None if that is not known."""
     stage: str = ""
     stage_s: float = 0.0
     seconds: dict[str, float] = {}
@@ -102,14 +102,14 @@ class CheckpointsView(Struct, frozen=True):
     committed: int = -1
     """The newest step on storage."""
     safe: int = -1
-    """The newest step that every node has copied to others."""
+    """The newest step that every node has copied to other nodes."""
     safe_confirmed: bool = True
     """False: that was before an incident, and the nodes have not said yet what is left of it; with
     -1: the master was restarted, and it has not heard of a copy since."""
     writing: int = -1
     """The newest step that is on its way to storage."""
     reason: str = ""
-    """Why it is."""
+    """Why it goes there."""
     problem: str = ""
     """Why the last try did not get there; empty if it did."""
 
@@ -125,8 +125,8 @@ class SavingView(Struct, frozen=True):
     """The newest step that every node of the world has in memory."""
     memory_age_s: float = -1.0
     memory_confirmed: bool = True
-    """False: as before an incident or, with -1, not known; not every node of the world has said
-    since, or since the master began, what it has."""
+    """False: the value is from before an incident or, with -1, not known: since then, or since the
+    master began, not every node of the world has said what it has."""
     written_bytes: int = 0
     """Brought to storage, with what was not committed in the end."""
     written_s: float = 0.0
@@ -155,7 +155,7 @@ class LeaseView(Struct, frozen=True):
 
 
 class DatasetView(Struct, frozen=True):
-    """How far a dataset is; -1 where nobody can know."""
+    """How far a dataset is; -1 where that cannot be known."""
 
     name: str
     kind: str = ""
@@ -189,7 +189,7 @@ class JobView(Struct, frozen=True):
     """The time of day, in seconds since 1970; 0: an older master, which does not say it."""
     started_wall_s: float = 0.0
     from_journal: bool = False
-    """No master told this: it is what the last one wrote down, as of `wall_s`."""
+    """True: no master runs, and this is what the last one wrote down, as of `wall_s`."""
     reason: str = ""
     attached: int = 0
     restarts: dict[str, int] = {}

@@ -18,7 +18,7 @@ class Surroundings:
     """Called with the nodes that an earlier master saw on it."""
     make_desk: Callable[[], Desk] | None = None
     begin: Callable[[JobSpec], Awaitable[JobSpec]] | None = None
-    """Done before a job begins of which the journal knows nothing; may change its rules."""
+    """Called before a job begins that the journal does not know yet; may change its rules."""
 
 
 ALONE = Surroundings()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocking connections: for threads, and for processes that run no event loop of ours.
 
-What both ends have in common is here: dialling, the handshake, time-outs, and which error a
-refusal is. How frames are read is up to the caller: who gets raw bytes between frames must not
-read ahead.
+What both ends have in common is here: dialling, the handshake, time-outs, and which error a refusal
+is. The caller decides how frames are read: one that gets raw bytes between frames must not read
+ahead.
 """
 
 import os
@@ -72,7 +72,8 @@ def left(until: float) -> float:
 
 
 def prove_token(address: str, token: bytes, send: Send, receive: Receive) -> None:
-    """The client's side of the handshake: both ends hold the token, or an error says what not."""
+    """The client's side of the handshake: both ends hold the token, or an error says what is
+    wrong."""
     challenge = receive().body
     if isinstance(challenge, m.Refused):
         raise refusal(challenge)
@@ -94,7 +95,8 @@ def prove_token(address: str, token: bytes, send: Send, receive: Receive) -> Non
 
 
 def demand_token(token: bytes, send: Send, receive: Receive) -> None:
-    """The server's side of the handshake; whoever fails it is told why, and an error is raised."""
+    """The server's side of the handshake; a client that fails it is told why, and an error is
+    raised."""
     nonce = os.urandom(codec.NONCE_BYTES)
     send(codec.encode(m.Challenge(m.VERSION, nonce)))
     proof = receive().body
@@ -112,5 +114,5 @@ def demand_token(token: bytes, send: Send, receive: Receive) -> None:
 
 
 def refusal(refused: m.Refused) -> HoldfastError:
-    """The error that a refusal is for whoever asked."""
+    """The error that a refusal means for the caller."""
     return _ERRORS.get(refused.kind, RejectedError)(refused.message)

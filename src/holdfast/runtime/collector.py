@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python's garbage collector, left out of what makes many objects and no cycles."""
+"""Turns Python's garbage collector off where code makes many objects and no cycles."""
 
 import gc
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections that have proved nothing yet, on every port that listens.
 
-Whoever can reach a port can connect to it. So a connection takes no place that others need: until
-it has proved what its port asks for it is a *stranger*, one of a limited number, and when there are
-too many the oldest is cut for the newest. A flood can cut its own connections only as fast as it
-opens them, and a peer that knows what to say needs a few milliseconds to say it.
+Any program that can reach a port can connect to it. So a connection takes no place that other peers
+need: until it has proved what its port asks for it is a *stranger*, one of a limited number, and
+when there are too many the oldest is cut for the newest. A flood can cut its own connections only
+as fast as it opens them, and a peer that knows what to say needs a few milliseconds to say it.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class TlsDoor:
             self._listen(listener)
 
     def close(self) -> None:
-        """Stop listening; break off what has not got its protocol yet."""
+        """Stop listening; break off connections that have no protocol yet."""
         self._is_closed = True
         for listener in self._listeners:
             self._loop.remove_reader(listener.fileno())
@@ -124,7 +124,7 @@ class TlsDoor:
 
 
 def interrupt(peer: socket.socket) -> None:
-    """Break off a connection that another thread or a transport uses; that one has to close it."""
+    """Break off a connection that another thread or a transport uses; its user has to close it."""
     with contextlib.suppress(OSError):
         # Not the TLS socket's own: it would take the state away from under its user.
         socket.socket.shutdown(peer, socket.SHUT_RDWR)
@@ -139,9 +139,9 @@ async def open_door(
     tls: ssl.SSLContext | None,
     tune: Callable[[socket.socket], None] = lambda listener: None,
 ) -> tuple["asyncio.Server | TlsDoor", int]:
-    """Listen on the port (0: the kernel chooses), which is returned; OSError if that cannot be.
+    """Listen on the port (0: the kernel chooses), which is returned; OSError if that fails.
 
-    The protocols enter the strangers themselves; until their TLS stands, the door does.
+    The protocols count themselves as strangers; until their TLS stands, the door counts them.
     """
     loop = asyncio.get_running_loop()
     server = await loop.create_server(

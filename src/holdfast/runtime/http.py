@@ -2,8 +2,8 @@
 """HTTP for people, probes and Prometheus, served inside a process's own event loop.
 
 It shares the loop with the work of the process, so a connection has one request and a few seconds
-for it. Everybody may ask for some of it, so every connection is a stranger (`doors.py`) from its
-first byte to its last, unless its request shows a key: nobody is refused for lack of room.
+for it. Any client may ask for some of it, so every connection is a stranger (`doors.py`) from its
+first byte to its last, unless its request shows a key: no client is refused for lack of room.
 """
 
 import asyncio

@@ -34,8 +34,9 @@ _CREATE_ENTRIES = """CREATE TABLE entries (
     payload BLOB NOT NULL, crc INTEGER NOT NULL)"""
 ROWS_MAX = 64
 _INSERT = "INSERT INTO entries (seq, at_s, wall_s, payload, crc) VALUES "
-#: By how many rows they insert. Each run of a statement gives the interpreter's lock up, and a busy
-#: master takes a while to give it back: so most appends are one run, which is a transaction too.
+#: By how many rows they insert. Each run of a statement releases the interpreter's lock, and in a
+#: busy master it takes a while to get it back: so most appends are one run, which is a transaction
+#: too.
 _INSERTS = [_INSERT + ", ".join(["(?, ?, ?, ?, ?)"] * count) for count in range(ROWS_MAX + 1)]
 _Row = tuple[int, float, float, bytes, int]
 _COUNT = "SELECT count(*), coalesce(sum(length(payload)), 0) FROM entries WHERE seq > ?"
@@ -282,7 +283,7 @@ def _take_lock(directory: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise _in_use(directory, lock) from error
-        # Its name for people is not worth an end: on a full disk there may be no room for it.
+        # The owner's pid in it is not worth an error: on a full disk there may be no room for it.
         with suppress(OSError):
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()} {os.getppid()}\n".encode(), 0)
@@ -294,7 +295,7 @@ def _in_use(directory: Path, lock: int) -> InUseError:
     # Empty in the instant between the owner's lock and the writing of its pid.
     words = [word for word in os.read(lock, 40).split() if word.isdigit()]
     pid, parent = (int(words[0]), int(words[-1])) if words else (0, 0)
-    # A process whose parent has died has another one.
+    # A process whose parent has died has another parent.
     is_ending = len(words) == 2 and parent_of(pid) != parent
     return InUseError(
         f"the state directory {directory} is in use by another master "
@@ -305,7 +306,7 @@ def _in_use(directory: Path, lock: int) -> InUseError:
 
 
 def _make_file(path: Path) -> None:
-    """Make the file private before SQLite, which copies its mode to the log beside it, opens it."""
+    """Make the file private before SQLite opens it: SQLite copies its mode to the log beside it."""
     path.touch(mode=0o600)
     path.chmod(0o600)
     log = path.with_name("journal.db-wal")
@@ -388,7 +389,7 @@ def _clear_errors(path: Path) -> Iterator[None]:
 
 
 def _may_pass(error: sqlite3.Error) -> bool:
-    """Whether the file system said so, and nothing speaks against the file itself."""
+    """Whether the error is the file system's, and nothing speaks against the file itself."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _REFUSALS
 
 
@@ -405,8 +406,9 @@ def _sqlite_sentence(path: Path, error: sqlite3.Error) -> str:
 def _is_for_want_of_room(path: Path, error: sqlite3.Error) -> bool:
     code = getattr(error, "sqlite_errorcode", 0)
     if code in (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC):
-        # SQLite knows a full disk by ENOSPC of a write only. A used up quota it does not tell, nor
-        # what servers say late, when they are asked to sync. The next try writes all pages again.
+        # SQLite recognises a full disk only by ENOSPC from a write. It does not recognise a used-up
+        # quota, nor what servers say late, when they are asked to sync. The next try writes all
+        # pages again.
         return _has_no_room(path.parent)
     return bool(code & 0xFF == sqlite3.SQLITE_FULL)
 

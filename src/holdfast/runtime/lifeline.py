@@ -28,5 +28,5 @@ def watch(lifeline: int, gone: Callable[[bool], None]) -> None:
 
 
 def hurry(launchers_end: int) -> None:
-    """Tell all who watch that there is no more patience."""
+    """Tell all that watch the lifeline to end at once."""
     os.write(launchers_end, b"!")

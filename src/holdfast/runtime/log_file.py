@@ -45,8 +45,8 @@ class LogFile:
     ) -> None:
         """OSError if there can be no such file, StateError if another user has made it.
 
-        With `late` neither, and no wait for the disk either: the writer opens the file. What keeps
-        it from that is said once, and each line tries again.
+        With `late` neither error is raised, and nothing waits for the disk: the writer thread opens
+        the file. It reports once why it cannot, and tries again at each line.
         """
         self._files = _Rotating(path, bytes_max, kept, late=late)
         self._records: queue.Queue[logging.LogRecord | None] = queue.Queue(BACKLOG_MAX)
@@ -77,9 +77,9 @@ class LogFile:
     def _write(self) -> None:
         while (record := self._records.get()) is not None:
             self._files.write(record)
-        if self._dropped:  # Nobody adds to it any more.
+        if self._dropped:  # No caller adds to it any more.
             self._files.write(_record(_missing(self._dropped, "the disk was too slow")))
-        with suppress(OSError):  # It was said when it began to fail.
+        with suppress(OSError):  # It was reported when it began to fail.
             self._files.close()
 
 
@@ -92,7 +92,7 @@ def _missing(lines: int, why: str) -> str:
 
 
 class _Lines(logging.Formatter):
-    """What may come from elsewhere can neither forge a line nor tell a terminal what to do."""
+    """Text that comes from elsewhere can neither forge a line nor tell a terminal what to do."""
 
     def format(self, record: logging.LogRecord) -> str:
         # Of a traceback each further line is indented: only a record begins in the first column.
@@ -112,9 +112,10 @@ _FORM: Final = _Lines("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%
 
 
 class _Rotating:
-    """Files that are their owner's alone. What goes wrong with them is said once on standard error.
+    """Files that belong to this user alone. What goes wrong with them is said once on standard
+    error.
 
-    A file that has failed is given up, and the next line opens it anew. This is none of the
+    A file that has failed is given up, and the next line opens it again. This is not one of the
     handlers of `logging`: at the end of a process `logging` closes these once more, and would wait
     without limit for a disk that does not answer.
     """
@@ -131,12 +132,12 @@ class _Rotating:
         if lost := self._lost:
             self._lost = 0
             self._put(_record(_missing(lost, self._why)))
-            if self._lost:  # It fails still, and that line is nobody's loss.
+            if self._lost:  # It still fails; the line that told of the loss does not count.
                 self._lost = lost
         self._put(record)
 
     def close(self) -> None:
-        """Close the file; it is never used again, whatever comes of that."""
+        """Close the file; it is never used again, even if that fails."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
@@ -167,7 +168,7 @@ class _Rotating:
             self._complain(f"the log {self._path} is not written: {self._why}")
 
     def _turn_over(self) -> None:
-        """Move each file to the next name; the oldest one goes."""
+        """Move each file to the next name; the oldest one is replaced."""
         try:
             self.close()
         except OSError as exc:

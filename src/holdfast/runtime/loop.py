@@ -5,7 +5,7 @@ Order is the promise: the commands of a step are executed, and people are told o
 records, and those of every step before it, are durable. While one batch is on its way to the disk,
 the next collects: under load many steps share one commit, and an idle master commits at once.
 
-A full disk is waited for: nothing is decided for the outside until there is room again.
+The driver waits for room on a full disk: no decision leaves it until there is room again.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class JobClock:
 
     They are those of the machine's monotonic clock. Where the last master ran on the same one, job
     time just goes on. The wall clock, which people and time servers set, is asked only after the
-    machine was started again, or on another machine: nothing else knows how long nobody was there.
+    machine was started again, or on another machine: nothing else knows how long no master ran.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class JobClock:
         name: str = "",
         kept: tuple[str, float] = ("", 0.0),
     ) -> None:
-        """`name` is the monotonic clock's; `kept` has that of the last master's, and what it showed
-        at job time 0. A clock without a name is not known again."""
+        """`name` is the name of the monotonic clock. `kept` has the name of the last master's
+        clock, and what that showed at job time 0. A clock without a name is not known again."""
         self._monotonic = monotonic
         self.name = name
         self.zero_s = started_at = monotonic()
@@ -95,7 +95,7 @@ class Driver:
         self._entries: list[Entry] = []
         #: What waits for those entries: facts to tell, with their time, and commands.
         self._waiting: deque[tuple[Event, float] | Command] = deque()
-        #: When a full disk is waited for no longer; None: as long as it takes.
+        #: Until when the driver waits for room on a full disk; None: as long as it takes.
         self._full_until: float | None = None
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -116,7 +116,7 @@ class Driver:
             entries = self._entries_of(outcome, now)
         except Exception as exc:
             # A broken invariant: the state in memory cannot be trusted, the journal can. Stop here;
-            # whoever restarts the master gets the last good state back.
+            # a restarted master gets the last good state back.
             self.stop()
             self._failed(exc)
             raise
@@ -143,7 +143,8 @@ class Driver:
             self._waiting.append(command)
 
     def limit_patience(self) -> None:
-        """The end is near: from now on a full disk is waited for only for a moment."""
+        """The end is near: from now on the driver waits only for a moment for room on a full
+        disk."""
         if self._full_until is None:
             self._full_until = self._loop.time() + FULL_AT_THE_END_S
 
@@ -186,11 +187,12 @@ class Driver:
                 ):
                     await self._compact()
         except StateError as exc:
-            # Nothing that was not durable has left; what happens next is for others to decide.
+            # Nothing that was not durable has left; the owner of the driver decides what happens
+            # next.
             self.stop()
             self._failed(exc)
         except Exception as exc:
-            # Commands were lost that somebody may wait for: as above, the journal has the truth.
+            # Commands were lost that an agent may wait for: as above, the journal has the truth.
             self.stop()
             self._failed(exc)
             raise
@@ -198,7 +200,7 @@ class Driver:
             self._writer = None
 
     async def _append(self, entries: list[Entry]) -> None:
-        """Make these durable. As long as there is no room for them, they are held, and with them
+        """Make these durable. As long as there is no room for them, the driver holds them back, and
         everything that follows."""
         pause_s, full_since = FULL_PAUSE_S, self._loop.time()
         while True:
@@ -225,7 +227,7 @@ class Driver:
     async def _compact(self) -> None:
         now, wall_s = self._clock(), self._wall()
         snapshot = [Entry(now, wall_s, self._encode(r)) for r in self._core.snapshot()]
-        # It holds what these would change: under load there are always some.
+        # The snapshot holds what these entries would change: under load there are always some.
         covered = len(self._entries)
         self._since_snapshot = self._bytes_since_snapshot = 0
         try:
@@ -247,8 +249,8 @@ class Driver:
             self._timer = self._loop.call_later(max(0.0, at - now), self._tick)
 
     def _tick(self) -> None:
-        # This process stood still: what others said meanwhile has arrived and is not heard yet, and
-        # nobody may be taken for silent before it is.
+        # This process stood still: messages that arrived meanwhile are not handled yet, and no node
+        # may be taken for silent before they are.
         if self._timer_at is not None and self._clock() - self._timer_at > LATE_S:
             self._timer = self._loop.call_later(LATE_S, self._tick_now)
         else:

@@ -17,7 +17,7 @@ DETAIL_MAX = 120
 
 
 class Level(enum.IntEnum):
-    """How much a line matters. DEBUG is what only somebody who looks for a bug wants to read."""
+    """How much a line matters. DEBUG lines are only for people who look for a bug."""
 
     DEBUG = 10
     INFO = 20
@@ -59,8 +59,8 @@ def wall_clock() -> float:
 
 
 def monotonic_name() -> str:
-    """Which clock `time.monotonic` shows: one start of one machine has one, and each time namespace
-    in it. Empty where /proc does not tell."""
+    """The name of the clock that `time.monotonic` shows: every start of a machine has its own, and
+    so has each time namespace in it. Empty where /proc does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -99,6 +99,6 @@ def sayer(
             sys.stderr.write(line)
             sys.stderr.flush()
         except (BrokenPipeError, ValueError, OSError):
-            return  # Nobody reads any more; that must not stop the work.
+            return  # Standard error has no reader any more; that must not stop the work.
 
     return say

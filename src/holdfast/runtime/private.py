@@ -2,8 +2,8 @@
 """Files and folders that only this user may have written.
 
 A host may have other users, and what lies in /tmp, /dev/shm or a shared folder may be theirs: a
-folder made before ours, a link to a file of ours, a note that leads to their master. What we read
-back is therefore ours, by its owner, and a plain file, not a link to one.
+folder made before ours, a link to a file of ours, a note that leads to their master. So what we
+read back must have us as its owner, and be a plain file, not a link to one.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def read_private(path: Path, size_max: int) -> bytes:
 
 
 def require_own(path: Path) -> None:
-    """StateError if there is something at `path` that another user, or none of us, has put there;
+    """StateError if there is a link at `path`, or something that another user has put there;
     AwayError if that cannot be told now.
 
     For folders that a user names: they may be on a server that knows this user by another number,
@@ -99,10 +99,10 @@ def require_own(path: Path) -> None:
 
 
 def require_own_folder(directory: Path) -> None:
-    """StateError if another user made a folder that everybody may write to.
+    """StateError if another user made a folder that every user may write to.
 
-    Its maker, and whoever else comes, could put other files in the place of ours at any time. A
-    folder of a group is used, and so is one like /tmp, where only the owner of a file removes it.
+    Its maker, and any other user, could put other files in the place of ours at any time. A folder
+    of a group is used, and so is one like /tmp, where only the owner of a file removes it.
     """
     found = directory.stat()
     is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
@@ -118,7 +118,7 @@ def _is_ours(found: os.stat_result, directory: Path) -> bool:
 
 
 def _own_number(directory: Path) -> int:
-    """The owner that our files get there: a server may have its own idea of who we are."""
+    """The owner that our files get there: a server may know this user by another number."""
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
             return os.fstat(probe.fileno()).st_uid

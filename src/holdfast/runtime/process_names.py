@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for processes that are good for more than the process's life.
+"""Names for processes that stay unambiguous after the process has ended.
 
 A process id alone may belong to another process by now, or to one of another machine or container:
 the name has the start of the machine, the namespace of process ids and the start of the process.
@@ -50,7 +50,7 @@ def look_for(name: str) -> Whereabouts:
 
 
 async def wait_for_end(pid: int, timeout_s: float) -> None:
-    """Until the process has ended, or the time is up."""
+    """Wait until the process has ended, or the time is up."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -42,13 +42,13 @@ class NodeSettings:
     topology: str
     """Where the node stands, e.g. its switch: nodes of equal topology get neighbouring ranks."""
     address: str
-    """Where other nodes reach this one; empty if nobody said."""
+    """Where other nodes reach this one; empty if not set."""
     leave_s: float
-    """How long the platform gives it to go before it kills it; 0 if nobody said."""
+    """How long the platform gives this node to leave before it kills it; 0 if not set."""
 
 
 def node_settings(environ: Mapping[str, str] | None = None) -> NodeSettings:
-    """Who this agent is to the platform that started it; -1 where nobody said."""
+    """What the platform that started this agent told it; -1 for numbers that are not set."""
     env = os.environ if environ is None else environ
     return NodeSettings(
         node_id=int(env.get("HOLDFAST_NODE_ID", "-1")),
@@ -96,7 +96,7 @@ class WorkerPlace:
 
 
 def worker_place(environ: Mapping[str, str] | None = None) -> WorkerPlace:
-    """The place of this process; that of the only one if no launcher said anything."""
+    """The place of this process; that of a single process if no launcher said anything."""
     env = os.environ if environ is None else environ
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     world_size, rank = int(env.get("WORLD_SIZE", "1")), env.get("RANK", "0")

@@ -12,8 +12,8 @@ END_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 class EndSignals:
     """Takes each signal that means the end, and `more`, in the running event loop.
 
-    What comes before there is a handler is kept for it. Not SIGHUP where it was ignored when the
-    program started, as under nohup.
+    Signals that come before there is a handler are kept for it. SIGHUP is not taken where it was
+    ignored when the program started, as under nohup.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class EndSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
 
     def hand_to(self, handle: Callable[[signal.Signals], None]) -> None:
-        """Whom to tell from now on."""
+        """Call `handle` for each signal from now on, and at once for those that were kept."""
         self._handle = handle
         kept, self._kept = self._kept, []
         for number in kept:
@@ -54,7 +54,8 @@ def on_end_signals(
 
 
 def hold_end_signals() -> None:
-    """Keep them waiting until `EndSignals` takes them: nothing would be cleaned up before."""
+    """Keep end signals waiting until `EndSignals` takes them: nothing would be cleaned up
+    before."""
     signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
 
 
@@ -62,7 +63,7 @@ def hold_end_signals() -> None:
 def end_signals_held() -> Iterator[None]:
     """A process that is started here takes end signals when it can act on them, and not before.
 
-    Before a Python program can say anything about them, they would end it.
+    Before a Python program can set handlers for them, they would end it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     try:
@@ -82,7 +83,7 @@ def ignore_notices() -> None:
 
 
 class Patience:
-    """A person's: who presses Ctrl-C a second time does not want to wait.
+    """A person's patience: a user who presses Ctrl-C a second time does not want to wait.
 
     Everything else may be sent more than once for one end: SLURM sends SIGTERM twice at the time
     limit of a job, and systemd and others send it to every process.
@@ -92,6 +93,6 @@ class Patience:
         self._interrupts = 0
 
     def is_over(self, number: signal.Signals) -> bool:
-        """Whether this signal says so."""
+        """Whether this signal says that the user does not want to wait."""
         self._interrupts += number == signal.SIGINT
         return number == signal.SIGINT and self._interrupts > 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TLS contexts, and the rule that a port open to a network must have one.
 
-The master's certificate comes from the user, and clients trust its authority. Agents have nobody
-who would sign for them: each makes a certificate of its own at its start, the master tells others
-its *fingerprint*, and these accept that one certificate and no other.
+The master's certificate comes from the user, and clients trust its authority. Agents have no
+authority that would sign for them: each makes a certificate of its own at its start. The master
+tells the other agents its *fingerprint*, and they accept that one certificate and no other.
 """
 
 import datetime
@@ -21,12 +21,13 @@ from holdfast.runtime.transport import split_address
 
 ALWAYS = datetime.datetime(2000, 1, 1)
 FOR_EVER = datetime.datetime(9999, 12, 31, 23, 59, 59)
-"""The dates of certificates that we make. Each ends with its process or its job; others would only
-make the clocks of two nodes matter, and end a long job. X.509 writes "no end" so (RFC 5280)."""
+"""The dates of certificates that we make. Each ends with its process or its job; other dates would
+only make the clocks of two nodes matter, and end a long job. The second date is how X.509 writes
+"no end" (RFC 5280)."""
 
 WARN_BEFORE_S = 14 * 86400.0
 WARN_AGAIN_S = 86400.0
-"""When the end of a certificate is said for the first time, and how often again."""
+"""When the end of a certificate is first reported, and how often again."""
 
 
 def server_tls(certificate: Path, key: Path | None) -> ssl.SSLContext:
@@ -51,9 +52,10 @@ def client_tls(authority: Path | None) -> ssl.SSLContext | None:
 
 
 class ServedCertificate:
-    """The certificate that a server shows, as its files are: they may be renewed under it.
+    """The certificate that a server shows, as its files are now: they may be renewed while it
+    serves.
 
-    Who serves calls `look` from time to time, and tells people what it returns.
+    The server's owner calls `look` from time to time, and tells people what it returns.
     """
 
     def __init__(self, certificate: Path, key: Path | None) -> None:
@@ -65,12 +67,14 @@ class ServedCertificate:
         self._warned_at = -math.inf
         #: For servers; it stays the same one.
         self.context = server_tls(certificate, key)
-        # Called in every handshake. Loaded into the same context a certificate would stand beside
-        # the old one if their keys are of different kinds, and half of it would stay if it failed.
+        # Called in every handshake. A certificate that is loaded into the same context would stand
+        # beside the old one if their keys are of different kinds, and half of it would stay if that
+        # failed.
         self.context.sni_callback = self._show
 
     def look(self, wall_s: float) -> list[str]:
-        """Take renewed files into use; sentences about that, and about an end that is near."""
+        """Take renewed files into use; returns sentences about that, and about an end that is
+        near."""
         said = []
         stamp = _stamp(*self._files)
         if stamp != self._stamp:
@@ -124,12 +128,12 @@ def _end_of(certificate: Path) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A certificate of this process alone, that nobody else has signed."""
+    """A certificate of this process alone, signed by itself."""
 
     tls: ssl.SSLContext
     """For a server that shows it."""
     fingerprint: str
-    """What others know it by: the SHA-256 of the certificate, in hexadecimal."""
+    """What other agents know it by: the SHA-256 of the certificate, in hexadecimal."""
 
 
 def new_identity() -> Identity:

@@ -15,14 +15,14 @@ TOKEN_BYTES = 32
 _MISTAKES = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS}
 )
-"""What a path that a user has named can be wrong by; the rest its file system says."""
+"""What can be wrong with a path that a user has named; other errors are the file system's."""
 
 
 def make_token(path: Path) -> bytes:
     """The token in `path`; a new one, readable only by this user, if the file is missing.
 
-    StateError if another user has made the file: what guards this user's job would be known to
-    them. (Those who only use a job may be given its token by its owner.) AwayError if the file
+    StateError if another user has made the file: that user would know what guards this user's job.
+    (The owner of a job may give its token to people who only use the job.) AwayError if the file
     system has it out of reach.
     """
     try:
@@ -50,8 +50,8 @@ def read_token(path: Path) -> bytes:
     try:
         mode = path.stat().st_mode
         token = path.read_text(encoding="ascii").strip().encode()
-        # A Secret in a container: who sees it was decided by whoever mounted it there, and the
-        # program's user, whom nobody knew then, must be able to read it.
+        # A Secret in a container: its mount decides who sees it, and the program's user, who was
+        # not known then, must be able to read it.
         is_mounted = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except FileNotFoundError:
         raise UsageError(f"the token file {path} does not exist") from None

@@ -28,7 +28,7 @@ UNSENT_BYTES_HIGH = 64 * 1024 * 1024
 """A server takes no more requests of a peer to which it owes this much."""
 
 UNSENT_BYTES_MAX = 512 * 1024 * 1024
-"""Whoever asked for more than this at once is cut off: it must not eat our memory."""
+"""A peer that asked for more than this at once is cut off: it must not eat our memory."""
 
 WRITE_BYTES_MAX = 4 * 1024 * 1024
 """Larger data go to the connection in pieces."""
@@ -37,7 +37,7 @@ UNREAD_S = 10.0
 """A peer to which we owe that much and that takes nothing for this long is cut off."""
 
 UNHEARD_S = 10.0
-"""A client whose bytes nobody acknowledges for this long connects again: TCP alone would try less
+"""A client whose bytes are not acknowledged for this long connects again. TCP alone would try less
 and less often, and find a network that is back as long after as it was away."""
 
 _PEERCRED = struct.Struct("3i")
@@ -138,15 +138,15 @@ class Link(asyncio.Protocol):
             self._strangers.leave(self)
         if not self.ready.done():
             self.ready.set_exception(RetryableError("the connection broke during the handshake"))
-        # Nobody may be waiting for a server's handshake: mark a failed one as seen.
+        # On a server no caller may wait for the handshake: mark a failed one as seen.
         self.ready.cancelled() or self.ready.exception()
         if self.is_open:
             self.is_open = False
             self._handler.closed(self)
 
     def pause_writing(self) -> None:
-        # A burst of large answers to many workers is no crime: who reads them gets them. Only
-        # servers stop reading meanwhile: if both sides did, each would wait for the other.
+        # A burst of large answers to many workers is no crime: a peer that reads them gets them.
+        # Only servers stop reading meanwhile: if both sides did, each would wait for the other.
         assert self._transport is not None
         if self._is_server and not self._transport.is_closing():
             self._transport.pause_reading()
@@ -172,8 +172,8 @@ class Link(asyncio.Protocol):
             self.abort()
 
     def _taken_bytes(self) -> int:
-        """What the connection has passed on. What is left of it says nothing about the peer: it
-        grows with each answer, and while a burst is still being written."""
+        """How many bytes the connection has passed on. The bytes that it still has say nothing
+        about the peer: they grow with each answer, and while a burst is still being written."""
         assert self._transport is not None
         return self._written_bytes - self._transport.get_write_buffer_size()
 
@@ -237,8 +237,8 @@ class Link(asyncio.Protocol):
             data = self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent)
             self._unsent.clear()
             self._unsent_bytes = 0
-            # What TLS takes in one write it hands on at once, and `pause_writing` never hears of
-            # it. After a piece that the peer does not take it keeps the others, and counts them.
+            # TLS hands on at once what it takes in one write, and never calls `pause_writing` for
+            # it. After a piece that the peer does not take, it keeps the others, and counts them.
             with memoryview(data) as view:
                 for begin in range(0, len(view), WRITE_BYTES_MAX):
                     piece = view[begin : begin + WRITE_BYTES_MAX]
@@ -303,7 +303,7 @@ class Link(asyncio.Protocol):
 def _tune(peer: socket.socket, unheard_s: float = 0.0) -> None:
     """Small messages at once, and a dead host noticed even on an idle stream.
 
-    What is set on a listening socket, every connection that it accepts inherits.
+    Every connection inherits what is set on the listening socket that accepts it.
     """
     if peer.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -403,7 +403,7 @@ async def connect(
 ) -> Link:
     """A link on which both sides have proved the token.
 
-    RetryableError if nobody answers, AuthError if the tokens differ.
+    RetryableError if no server answers, AuthError if the tokens differ.
     """
     loop = asyncio.get_running_loop()
 

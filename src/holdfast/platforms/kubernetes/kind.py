@@ -35,7 +35,7 @@ async def open_job(
             yield 0 if status["phase"] == SUCCEEDED else 1
             return
 
-        # What may be wrong with the folder, the journal says in words.
+        # If something is wrong with the folder, the journal says so in words.
         with suppress(OSError):
             asked.state.mkdir(mode=0o700, exist_ok=True)
 
