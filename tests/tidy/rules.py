@@ -29,6 +29,7 @@ WITH_TRACEBACK = frozenset(
 DIRECTIVE = re.compile(r"#(!|:|\s*(SPDX|noqa|type:|mypy:|ruff:|fmt:|pragma|isort:))")
 PROMISE = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 ISSUE_NUMBER = re.compile(r"#\d+")
+NO_ACTOR = re.compile(r"\b(nobody|somebody|whoever|those who|shall|anew)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,18 @@ def promises(file: File) -> Iterator[Finding]:
     for comment in file.comments:
         if PROMISE.search(comment.string) and not ISSUE_NUMBER.search(comment.string):
             yield Finding(comment.start[0], "TODO without an issue number")
+
+
+def sentences_without_actor(file: File) -> Iterator[Finding]:
+    """Words that hide who acts, in docstrings and comments. Messages are not looked at."""
+    for node in file.nodes:
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                for word in NO_ACTOR.findall(text):
+                    yield Finding(node.lineno, f"{word!r}: name the actor (the master, a worker)")
+    for comment in file.comments:
+        for word in NO_ACTOR.findall(comment.string):
+            yield Finding(comment.start[0], f"{word!r}: name the actor (the master, a worker)")
 
 
 def commented_out_code(file: File) -> Iterator[Finding]:

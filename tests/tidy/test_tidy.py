@@ -159,6 +159,16 @@ RULES = {
         good="# if ready: start the\n# next round\nx = 1\n",
         applies_to=ALL,
     ),
+    "comments name the actor": Rule(
+        rules.sentences_without_actor,
+        bad="# Nobody waits for it.\nx = 1\n",
+        good="# No agent waits for it.\nx = 'nobody'\n",
+    ),
+    "docstrings name the actor": Rule(
+        rules.sentences_without_actor,
+        bad='def f():\n    """Tell whoever asks."""\n',
+        good='def f():\n    """Tell the worker that asks."""\n',
+    ),
     "licence line": Rule(
         rules.missing_licence,
         bad='"""A module."""\n',

@@ -291,7 +291,7 @@ def _settings(arguments: argparse.Namespace) -> MasterSettings:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Mistakes that nobody further down could name by their option."""
+    """Find mistakes that no code further down could name by their option."""
     check_job_name(arguments.job)
     parse_address(arguments.listen, "--listen", zero=True)
     if arguments.http != "off":
