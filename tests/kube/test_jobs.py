@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole jobs in a cluster train to their end, whatever happens to their pods."""
+"""Whole jobs in a cluster train to their end, whatever happens to their pods.
+
+Every run lets a worker run out of memory and loses a master and a machine. `make soak` adds what
+the tests beside this one show without a training in every run: pods that are deleted or evicted
+and an API server that is away (test_platform.py), scaling and suspension (test_desk.py).
+"""
 
 import json
 from collections.abc import Callable
@@ -61,30 +66,47 @@ def test_a_manifest_of_the_prior_art_runs_unchanged(cluster: Cluster, tmp_path: 
         }
 
 
+def test_a_job_outlives_a_worker_a_master_and_a_machine(cluster: Cluster, tmp_path: Path) -> None:
+    """Every step of the model that comes out was trained once, with exactly its samples."""
+    with field(cluster, tmp_path, hosts=3) as there:
+        start(there, "1:$(NODE_NUM)", nodes=2)
+        let_one_run_out_of_memory(there, nodes=2)
+        delete_the_master(there, nodes=2)
+        lose_a_machine(there)
+        finish(there)
+
+
+@pytest.mark.soak
 def test_a_job_trains_to_its_end_whatever_happens_to_its_pods(
     private_cluster: Callable[..., OwnCluster], tmp_path: Path
 ) -> None:
     """Every step of the model that comes out was trained once, with exactly its samples."""
     cluster = private_cluster()
     with field(cluster, tmp_path, hosts=4) as there:
-        command = ["holdfast", "run", "--nnodes=2:$(NODE_NUM)", TRAIN]
-        template = worker(there.jobs.folder, command=command, LENGTH=str(LENGTH))
-        there.apply(elastic_job("ddp", 3, template))
-        there.wait_world(3)
-
+        start(there, "2:$(NODE_NUM)", nodes=3)
         delete_a_pod(there)
-        let_one_run_out_of_memory(there)
+        let_one_run_out_of_memory(there, nodes=3)
         evict_one(there)
-        delete_the_master(there)
+        delete_the_master(there, nodes=3)
         stop_the_api_server(there, cluster)
         scale(there)
         suspend_and_resume(there)
         lose_a_machine(there)
+        finish(there)
 
-        there.jobs.finish()
-        there.wait_phase("ddp", "Succeeded")
-        expect_every_sample_once(there)
-        expect_hardly_a_step_lost(there)
+
+def start(there: Field, sizes: str, *, nodes: int) -> None:
+    command = ["holdfast", "run", f"--nnodes={sizes}", TRAIN]
+    template = worker(there.jobs.folder, command=command, LENGTH=str(LENGTH))
+    there.apply(elastic_job("ddp", nodes, template))
+    there.wait_world(nodes)
+
+
+def finish(there: Field) -> None:
+    there.jobs.finish()
+    there.wait_phase("ddp", "Succeeded")
+    expect_every_sample_once(there)
+    expect_hardly_a_step_lost(there)
 
 
 def delete_a_pod(there: Field) -> None:
@@ -94,12 +116,12 @@ def delete_a_pod(there: Field) -> None:
     there.wait_replaced(lost, 3, after=began)
 
 
-def let_one_run_out_of_memory(there: Field) -> None:
+def let_one_run_out_of_memory(there: Field, *, nodes: int) -> None:
     began = now()
     before = there.nodes()
-    eater = min(there.wait_world(3, after=began))
+    eater = min(there.wait_world(nodes, after=began))
     (there.jobs.folder / f"eat-{eater}").touch()
-    world = there.wait_replaced(eater, 3, after=began)
+    world = there.wait_replaced(eater, nodes, after=began)
     ended = there.pod(eater)["status"]["containerStatuses"][0]["state"]["terminated"]
     assert ended["reason"] == "OOMKilled"
     (new,) = world.keys() - before.keys()
@@ -118,10 +140,10 @@ def evict_one(there: Field) -> None:
     assert there.pod(lost)["status"]["reason"] == "Evicted"
 
 
-def delete_the_master(there: Field) -> None:
+def delete_the_master(there: Field, *, nodes: int) -> None:
     """No worker notices."""
     (old,) = (name for name, pod in there.masters().items() if is_running(pod))
-    before = there.wait_world(3, after=now())
+    before = there.wait_world(nodes, after=now())
     there.kubectl("delete", "pod", old, "--wait=false")
 
     def next_master() -> bool:
@@ -129,7 +151,7 @@ def delete_the_master(there: Field) -> None:
 
     there.until(next_master, "another master")
     there.until(lambda: has_written(there, "listening on"), "the new master to serve")
-    after = there.wait_world(3, after=now(), steps=20)
+    after = there.wait_world(nodes, after=now(), steps=20)
     assert {pod: event.round for pod, event in after.items()} == {
         pod: event.round for pod, event in before.items()
     }

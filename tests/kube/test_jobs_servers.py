@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole job with parameter servers, whose pods run no agent."""
+"""A whole job with parameter servers, whose pods run no agent, in `make soak`.
+
+Every run shows that the servers have addresses that stay (test_platform.py), and what is told to
+their pods (tests/contract/kubernetes).
+"""
 
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from tests.kube.pod_jobs import SCRIPTS, Field, elastic_job, field, worker
 
 pytestmark = [
     pytest.mark.kube,
+    pytest.mark.soak,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=f"no pods can run here: {missing()}"),
 ]
