@@ -180,8 +180,13 @@ def read_by_a_job(jobs: Jobs, *, ranks: int, follows: str) -> Counter[int]:
     return Counter(sample for line in lines for sample in json.loads(line)["samples"])
 
 
+@pytest.mark.soak
 def test_a_killed_worker_loses_no_sample(jobs: Jobs) -> None:
-    """Without a checkpoint, what was not reported when it died is read again, and no more."""
+    """Without a checkpoint, what was not reported when it died is read again, and no more.
+
+    In every run the job below it loses its worker, and of two readers in one loop the one reads
+    what the other gives back (above).
+    """
     read = read_by_a_job(jobs, ranks=2, follows="nothing")
     assert set(read) == set(range(SIZE))
     # At most the ten batches of the one and what the other had read when it was stopped.
