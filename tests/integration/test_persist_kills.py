@@ -5,6 +5,7 @@ Whatever the moment: the directory has exactly the old checkpoints or exactly th
 them whole, and doing the work again finishes it.
 """
 
+import itertools
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from holdfast.checkpoint.storage_port import HIDDEN, Storage
 from holdfast.checkpoint.verify import directory_problems, verify_checkpoint
 from holdfast.model.checkpoint import Series, Version
 from tests.power import disk
+from tests.soaking import WHOLE
 from tests.storages import load, make_state, order_for, s3_server, save, write_state
 
 OLDER, OLD, NEW = Version(1, 50), Version(1, 100), Version(2, 100)
@@ -118,14 +120,17 @@ def in_memory() -> Iterator[Path]:
 
 @pytest.mark.parametrize("kind", [PosixStorage, WithoutExchange])
 def test_a_kill_before_every_system_call(in_memory: Path, kind: type[PosixStorage]) -> None:
-    """Prior art: files and tracker were written in place, the old directory removed first."""
+    """Prior art: files and tracker were written in place, the old directory removed first.
+
+    Where two directories cannot swap names, every run tries every third call; `make soak` tries
+    all, and tests/contract/test_late_committers.py dies there at every call of the storage.
+    """
+    stride = 3 if kind is WithoutExchange and not WHOLE else 1
     start, scratch = in_memory / "start", in_memory / "scratch"
     scratch.mkdir()
     prepare(kind(str(start)), Series(str(start)), scratch)
     newest: list[Version] = []
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1, stride):
         folder = in_memory / "now"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(start, folder)

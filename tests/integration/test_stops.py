@@ -29,6 +29,7 @@ BOUNDED_S = 90.0
 
 ALONE = ("--nproc-per-node", "2")
 LOCAL = ("--local-nodes", "2", "--nproc-per-node", "1")
+YOUNGEST = "everyone, the youngest first"
 SHAPES = [pytest.param(ALONE, id="alone"), pytest.param(LOCAL, id="local nodes")]
 
 
@@ -75,8 +76,17 @@ def expect_to_go_on(jobs: Jobs, job: Command, after: int) -> None:
     jobs.expect_nothing_left()
 
 
-@pytest.mark.parametrize("whom", ["the launcher", "everyone", "everyone, the youngest first"])
-@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize(
+    ("options", "whom"),
+    [
+        pytest.param(ALONE, "the launcher", id="alone-the launcher"),
+        pytest.param(ALONE, "everyone", id="alone-everyone", marks=pytest.mark.soak),
+        pytest.param(ALONE, YOUNGEST, id=f"alone-{YOUNGEST}"),
+        pytest.param(LOCAL, "the launcher", id="local nodes-the launcher"),
+        pytest.param(LOCAL, "everyone", id="local nodes-everyone"),
+        pytest.param(LOCAL, YOUNGEST, id=f"local nodes-{YOUNGEST}", marks=pytest.mark.soak),
+    ],
+)
 def test_two_sigterms_are_one_stop_that_saves_everything(
     jobs: Jobs, options: tuple[str, ...], whom: str
 ) -> None:
