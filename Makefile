@@ -14,6 +14,8 @@ BENCHES := $(filter-out bench/__init__.py bench/common.py bench/hollow.py bench/
 LARGE   := tensorflow ray.data transformers.trainer deepspeed lightning.pytorch
 
 TEST_WORKERS ?= 4
+# More words for pytest.
+REPORT ?=
 # How often `make soak` repeats the tests that start and kill real processes.
 SOAK_ROUNDS ?= 20
 # Random kills in one training, each round.
@@ -25,11 +27,12 @@ SOAK_TESTS  := $(wildcard tests/integration) $(wildcard tests/e2e)
 # compile everything anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test lint ruff types contracts tidy bytecode format bench soak release clean
+.PHONY: help setup demo test test-times lint ruff types contracts tidy bytecode format bench soak release clean
 
 help:
 	@echo "make demo    train on two local nodes, kill a worker, a node and the master, watch it go on"
 	@echo "make test    lint, types, import contracts and the whole test suite"
+	@echo "make test-times  the same, and then where its time goes: the dearest files and tests"
 	@echo "make lint    everything of 'make test' that runs no process"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make bench   a short run of every benchmark (bench/NAME.py alone gives the figures)"
@@ -55,7 +58,12 @@ test:
 	$(MAKE) --no-print-directory setup && $(MAKE) --no-print-directory -j 2 --output-sync lint bytecode && { \
 		wait $$testbed || echo "==> without an API server the kube tests will skip"; \
 		echo "==> tests"; \
-		$(BIN)/python -m pytest -n $(TEST_WORKERS) --ignore=tests/tidy/test_tidy.py; }
+		$(BIN)/python -m pytest -n $(TEST_WORKERS) --ignore=tests/tidy/test_tidy.py $(REPORT); }
+
+test-times:
+	@report=$$(mktemp); \
+	$(MAKE) --no-print-directory test REPORT="-o junit_family=xunit1 --junitxml=$$report"; code=$$?; \
+	$(BIN)/python scripts/test_times.py $$report; rm -f $$report; exit $$code
 
 lint: ruff types contracts tidy
 

@@ -53,9 +53,14 @@ LONGEST_FIRST = (
 )
 """What takes long begins early, so that at the end no worker of pytest-xdist waits for another."""
 
-TOGETHER = ("integration/adapters/test_ray_data.py", "integration/adapters/test_tensorflow_data.py")
-"""Files that start or load something large: once, not in each worker of pytest-xdist. (Its own
-`xdist_group` does nothing since pytest 9.2.)"""
+TOGETHER = (
+    "integration/adapters/test_ray_data.py",
+    "integration/adapters/test_tensorflow_data.py",
+    "integration/test_http.py",
+    "compat/test_from_dlrover.py",
+)
+"""Files whose tests share something that is dear to start or to load: once, not in each worker of
+pytest-xdist. (Its own `xdist_group` does nothing since pytest 9.2.)"""
 
 
 @dataclass

@@ -182,7 +182,10 @@ def test_a_worker_killed_while_it_draws_leaves_the_terminal_as_it_was(jobs: Jobs
     assert job.text.count("\x1b[?7l") == job.text.count("\x1b[?7h")
 
 
+@pytest.mark.soak
 def test_a_bar_of_lightning_moves_on_a_terminal(jobs: Jobs) -> None:
+    """It is one of tqdm, whose own is drawn in every run; a whole job of Lightning is in the
+    tutorials."""
     job = TerminalCommand(jobs, "run", "--nproc-per-node=2", jobs.write("bar.py", LIGHTNING))
     job.wait_text(r"\[rank0\] [^\r\n]*Epoch 0/0[^\r\n]*[12]/4")
     jobs.write("first", "")
