@@ -57,6 +57,7 @@ TOGETHER = (
     "integration/adapters/test_ray_data.py",
     "integration/adapters/test_tensorflow_data.py",
     "integration/test_http.py",
+    "integration/test_status.py",
     "compat/test_from_dlrover.py",
 )
 """Files whose tests share something that is dear to start or to load: once, not in each worker of

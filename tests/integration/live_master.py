@@ -2,6 +2,7 @@
 """A real master process, and an agent without workers, for tests of what people see."""
 
 import asyncio
+import contextlib
 import json
 import os
 import selectors
@@ -18,8 +19,11 @@ from typing import TypeVar
 from holdfast.protocol import messages as m
 from holdfast.runtime.token import read_token
 from holdfast.runtime.transport import Link, connect
+from tests.waiting import until
 
 START_S = 120.0
+PRESSED_S = 0.3
+"""Until the next Ctrl-C."""
 Pushed = TypeVar("Pushed")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +84,11 @@ class Master:
 
 @contextmanager
 def running_master(home: Home, job: str = "t", *options: str) -> Iterator[Master]:
-    """A master that has announced its address; stopped, or killed if it does not stop."""
+    """A master that has announced its address; stopped, or killed if it does not stop.
+
+    It is stopped as a person without patience does it: to one Ctrl-C it would answer with a wait
+    for the agents of the test, which have gone without a farewell (test_farewell.py).
+    """
     words = ("master", "--job", job, "--listen", "127.0.0.1:0", "--state", str(home.state(job)))
     # Hollow agents do not beat, and commands may take long on a busy machine.
     patience = ("--silence", "600", "--lease", "600")
@@ -99,11 +107,18 @@ def running_master(home: Home, job: str = "t", *options: str) -> Iterator[Master
             line = _first_line(process)
             yield Master(home, job, line.rpartition(" ")[2].strip(), process)
         finally:
-            process.send_signal(signal.SIGTERM)
             try:
-                process.wait(START_S)
+                until(lambda: _interrupted(process), START_S, "the end of the master")
             finally:
                 process.kill()
+
+
+def _interrupted(process: subprocess.Popen[str]) -> bool:
+    """Press Ctrl-C; whether it has ended then."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(PRESSED_S)
+    return process.poll() is not None
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:

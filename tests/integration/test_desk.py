@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.master import farewell
 from holdfast.master.process import MasterSettings, run_master
 from holdfast.model.ids import NodeId
 from holdfast.model.job import JobSpec
@@ -192,6 +193,8 @@ def test_when_the_stream_of_a_node_breaks_its_platform_looks_again(
 ) -> None:
     """A platform that hears of a lost machine only minutes later is asked about it at once."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    # The agent is gone without a farewell: at the end the master would wait for it.
+    monkeypatch.setattr(farewell, "FAREWELL_S", 0.1)
     spec = JobSpec(max_nodes=1, managed=True, size_from_platform=True)
 
     async def scene() -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,13 @@ from tests.integration.live_master import (
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
     return Home(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    """One master for all tests that change nothing of its job."""
+    with running_master(Home(tmp_path_factory.mktemp("status"))) as master:
+        yield master
 
 
 def the_sentence(stderr: str) -> str:
@@ -188,17 +195,17 @@ def test_several_jobs_are_named(home: Home) -> None:
     assert json.loads(by_state.stdout)["job"] == "one"
 
 
-def test_a_master_by_its_address(home: Home) -> None:
-    with running_master(home) as master:
-        address = ("status", "--json", "--master", master.address)
-        token_file = str(home.state("t") / "token")
-        found = home.run(*address, "--token-file", token_file)
-        from_environment = home.run(*address, HOLDFAST_TOKEN_FILE=token_file)
-        without = home.run(*address)
-        wrong_file = home.folder / "wrong"
-        wrong_file.write_text("0" * 64)
-        wrong_file.chmod(0o600)
-        wrong = home.run(*address, "--token-file", str(wrong_file))
+def test_a_master_by_its_address(home: Home, shared: Master) -> None:
+    master = shared
+    address = ("status", "--json", "--master", master.address)
+    token_file = str(master.home.state("t") / "token")
+    found = home.run(*address, "--token-file", token_file)
+    from_environment = home.run(*address, HOLDFAST_TOKEN_FILE=token_file)
+    without = home.run(*address)
+    wrong_file = home.folder / "wrong"
+    wrong_file.write_text("0" * 64)
+    wrong_file.chmod(0o600)
+    wrong = home.run(*address, "--token-file", str(wrong_file))
     assert json.loads(found.stdout)["job"] == "t"
     assert json.loads(from_environment.stdout)["job"] == "t"
     assert (without.returncode, wrong.returncode) == (2, 1)
@@ -245,13 +252,13 @@ def test_mistakes_exit_2(home: Home, words: tuple[str, ...], expected: str) -> N
 # ---- the master's own bad input ------------------------------------------------------------------
 
 
-def test_a_second_master_on_one_state_is_refused(home: Home) -> None:
-    with running_master(home):
-        state = ("--state", str(home.state("t")))
-        second = home.run("master", "--job", "t", *state)
-        assert (second.returncode, second.stdout) == (1, "")
-        assert str(home.state("t")) in the_sentence(second.stderr)
-        assert home.run("status", *state).returncode == 0
+def test_a_second_master_on_one_state_is_refused(shared: Master) -> None:
+    home = shared.home
+    state = ("--state", str(home.state("t")))
+    second = home.run("master", "--job", "t", *state)
+    assert (second.returncode, second.stdout) == (1, "")
+    assert str(home.state("t")) in the_sentence(second.stderr)
+    assert home.run("status", *state).returncode == 0
 
 
 def test_a_master_with_a_busy_port(home: Home) -> None:
@@ -270,23 +277,22 @@ def test_a_state_directory_that_cannot_be(home: Home, state: str) -> None:
     assert state in the_sentence(ended.stderr)
 
 
-def test_an_agent_with_the_wrong_token_is_refused(home: Home) -> None:
+def test_an_agent_with_the_wrong_token_is_refused(shared: Master) -> None:
     async def knock(master: Master) -> None:
         await connect(master.address, HollowAgent(), b"0" * 64)
 
-    with running_master(home) as master, pytest.raises(AuthError, match="wrong token"):
-        asyncio.run(knock(master))
+    with pytest.raises(AuthError, match="wrong token"):
+        asyncio.run(knock(shared))
 
 
-def test_a_request_before_attach_is_refused(home: Home) -> None:
+def test_a_request_before_attach_is_refused(shared: Master) -> None:
     async def skip_attach(master: Master) -> m.AnyMessage:
         stranger = await HollowAgent.connected(master)
         answer = await stranger.ask(m.WorkersDone(1))
         stranger.hang_up()
         return answer
 
-    with running_master(home) as master:
-        answer = asyncio.run(skip_attach(master))
+    answer = asyncio.run(skip_attach(shared))
     assert isinstance(answer, m.Refused)
     assert "before the agent was attached" in answer.message
 
