@@ -14,7 +14,7 @@ from torch import distributed
 
 from holdfast.client.data import DataShards
 from holdfast.torch import Checkpointer
-from holdfast.torch.data import in_step
+from holdfast.torch.data.datasets import in_step
 
 SIZE = 20_000
 EPOCHS = 2

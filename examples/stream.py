@@ -18,7 +18,7 @@ from torch import distributed
 from holdfast.client.data import StreamShards
 from holdfast.client.data.nats_reader import NatsReader
 from holdfast.torch import Checkpointer
-from holdfast.torch.data import in_step
+from holdfast.torch.data.datasets import in_step
 
 PARTITIONS = ["numbers-0", "numbers-1"]
 SIZE = 1000

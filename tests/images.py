@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every image must be: pieces and holes cover it without gap or overlap."""
 
-from holdfast.torch.images import Image
+from holdfast.torch.checkpoint.images import Image
 
 
 def gap(image: Image) -> int | None:

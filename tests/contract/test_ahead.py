@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.model.checkpoint import Shape, Version
-from holdfast.torch.mappings import MappedSlots
-from holdfast.torch.staging import HostStager
+from holdfast.torch.checkpoint.mappings import MappedSlots
+from holdfast.torch.checkpoint.staging import HostStager
 from holdfast.worker import ahead
 from tests.waiting import until
 

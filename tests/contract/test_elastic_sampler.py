@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from holdfast.model.errors import UsageError
 from holdfast.model.permutation import Permutation
 from holdfast.torch import ElasticDistributedSampler
-from holdfast.torch.order import Order
+from holdfast.torch.data.order import Order
 
 State = dict[str, Any]
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from holdfast.model.errors import UsageError
 from holdfast.torch import ElasticDataLoader, ElasticDistributedSampler, ElasticTrainer
-from holdfast.torch.loader import shares
+from holdfast.torch.data.loader import shares
 
 State = dict[str, Any]
 LENGTH = 53

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from holdfast.torch.images import (
+from holdfast.torch.checkpoint.images import (
     PAGE,
     Hole,
     Image,

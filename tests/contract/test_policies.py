@@ -7,7 +7,7 @@ import math
 import pytest
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.policies import (
+from holdfast.torch.checkpoint.policies import (
     Auto,
     Every,
     EveryMinutes,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.state import decode, encode, flatten, rebuild
+from holdfast.torch.checkpoint.state import decode, encode, flatten, rebuild
 
 
 class Colour(enum.Enum):

@@ -13,7 +13,7 @@ from holdfast.checkpoint.manifest import list_committed
 from holdfast.checkpoint.storage import open_storage
 from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import STORAGE, Checkpointer
-from holdfast.torch.export import export_checkpoint
+from holdfast.torch.checkpoint.export import export_checkpoint
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import torch
 
 from holdfast.checkpoint.copier import Pace
 from holdfast.torch import Checkpointer
-from holdfast.torch.images import Hole, Leaf, fill, safetensors_image, tensor_at
-from holdfast.torch.overlap import GENTLE_BYTES_PER_S, BackgroundSave, Gate, gentle_pace
-from holdfast.torch.staging import DeviceStager, Event, HostStager, Placed
-from holdfast.torch.zip_image import memory_file
+from holdfast.torch.checkpoint.images import Hole, Leaf, fill, safetensors_image, tensor_at
+from holdfast.torch.checkpoint.overlap import GENTLE_BYTES_PER_S, BackgroundSave, Gate, gentle_pace
+from holdfast.torch.checkpoint.staging import DeviceStager, Event, HostStager, Placed
+from holdfast.torch.checkpoint.zip_image import memory_file
 from tests.waiting import until
 
 WAIT_S = 120.0

@@ -12,7 +12,7 @@ import torch
 from holdfast.client.data import DataShards, Part
 from holdfast.client.data.ledgers import OwnLedger
 from holdfast.model.errors import UsageError
-from holdfast.torch.data import ShardedIterableDataset, ShardedLoader, ShardedMapDataset
+from holdfast.torch.data.datasets import ShardedIterableDataset, ShardedLoader, ShardedMapDataset
 from tests.integration.jobs import ROOT, SCRIPTS, Jobs
 from tests.integration.test_data_exactly_once import lives, seen_by_the_model
 

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.client.data import DataShards
 from holdfast.client.data.ledgers import OwnLedger
-from holdfast.torch.data import ShardedLoader, ShardedMapDataset
+from holdfast.torch.data.datasets import ShardedLoader, ShardedMapDataset
 from tests.waiting import until
 
 SIZE = 500

@@ -14,7 +14,7 @@ import sys
 
 import torch.distributed as dist
 
-from holdfast.torch.policies import Auto, EveryMinutes, Schedule
+from holdfast.torch.checkpoint.policies import Auto, EveryMinutes, Schedule
 
 rank, folder, rates = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)

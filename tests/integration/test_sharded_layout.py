@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.copier import Copier, Task
 from holdfast.model.checkpoint import Shape
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch import dcp_image
-from holdfast.torch.images import Image, dtype_named, fill
-from holdfast.torch.reshard import check_bounds, copies_for, tasks_of
-from holdfast.torch.shard_map import (
+from holdfast.torch.checkpoint import dcp_image
+from holdfast.torch.checkpoint.images import Image, dtype_named, fill
+from holdfast.torch.checkpoint.reshard import check_bounds, copies_for, tasks_of
+from holdfast.torch.checkpoint.shard_map import (
     ALIGNMENT,
     SMALL,
     Chunk,
@@ -27,7 +27,7 @@ from holdfast.torch.shard_map import (
     SavedTensor,
     lay_out,
 )
-from holdfast.torch.sharded import Sharded
+from holdfast.torch.checkpoint.sharded import Sharded
 from tests.images import gap
 
 LARGE = SMALL  # Elements of float32: four times the bytes that count as small.

@@ -87,7 +87,7 @@ def store_servers(jobs: Jobs) -> set[int]:
     found = set()
     for process in jobs.living():
         try:
-            if "holdfast.torch.store_server" in process.cmdline():
+            if "holdfast.torch.elastic.store_server" in process.cmdline():
                 found.add(process.pid)
         except psutil.Error:
             continue

@@ -14,10 +14,10 @@ from holdfast.checkpoint.digests import CHUNK, Sidecar, digest_of, read_sidecar
 from holdfast.checkpoint.slots import Slot
 from holdfast.client.vault import VaultClient
 from holdfast.model.checkpoint import rank_part
-from holdfast.torch.images import Leaf, bytes_image, safetensors_image
-from holdfast.torch.mappings import MappedSlots
-from holdfast.torch.staging import HostStager
-from holdfast.torch.writing import PartWriter
+from holdfast.torch.checkpoint.images import Leaf, bytes_image, safetensors_image
+from holdfast.torch.checkpoint.mappings import MappedSlots
+from holdfast.torch.checkpoint.staging import HostStager
+from holdfast.torch.checkpoint.writing import PartWriter
 from tests.integration.vault_node import SHAPE, node
 from tests.waiting import until
 

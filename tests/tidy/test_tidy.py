@@ -21,7 +21,10 @@ ALL = tuple(f"{folder}/*" for folder in FOLDERS)
 
 # Started by us, but the user's process from then on: these have nobody above them who would know.
 # What a user allows by `allow_pickle=True`, and files that other frameworks' own readers want so.
-FOREIGN_FORMATS = ("src/holdfast/torch/opaque.py", "src/holdfast/torch/zip_image.py")
+FOREIGN_FORMATS = (
+    "src/holdfast/torch/checkpoint/opaque.py",
+    "src/holdfast/torch/checkpoint/zip_image.py",
+)
 WORKER_ENTRY_POINTS = ("src/holdfast/worker/bootstrap.py", "src/holdfast/worker/zygote.py")
 
 BORDERS = ("src/holdfast/runtime/loop.py", "src/holdfast/cli/*", *WORKER_ENTRY_POINTS)

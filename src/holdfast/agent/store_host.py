@@ -49,7 +49,7 @@ class StoreHost:
         try:
             order = WorkerOrder(
                 local_rank=-1,
-                argv=("holdfast.torch.store_server",),
+                argv=("holdfast.torch.elastic.store_server",),
                 mode=RunMode.MODULE,
                 env=env,
                 stdout=write_end,

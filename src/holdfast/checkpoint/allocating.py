@@ -3,7 +3,8 @@
 
 A slot can be written once its pages are set aside; before that a write could find the file system
 full, which kills the writer with SIGBUS. The pages are not touched here: the first touch takes
-long, and the process that will write the slot does it in its own mapping (torch/writing.py).
+long, and the process that will write the slot does it in its own mapping
+(torch/checkpoint/writing.py).
 """
 
 import os

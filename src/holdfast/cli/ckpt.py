@@ -30,7 +30,7 @@ from holdfast.model.errors import RejectedError, UsageError
 
 FILES_SHOWN = 100
 TORCH_FORMATS = ("safetensors", "torch", "dcp")
-"""The formats that need the torch layer; see holdfast/torch/export.py."""
+"""The formats that need the torch layer; see holdfast/torch/checkpoint/export.py."""
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -280,7 +280,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _export_by_torch(storage: Storage, one: Committed, target: Path, file_format: str) -> None:
     # Imported here: everything else in this file works without torch.
     try:
-        torch_side = importlib.import_module("holdfast.torch.export")
+        torch_side = importlib.import_module("holdfast.torch.checkpoint.export")
     except ImportError as exc:
         raise UsageError(f"--format {file_format} needs torch: {exc}") from exc
     torch_side.export_checkpoint(storage, one, target, file_format)

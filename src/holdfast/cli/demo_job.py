@@ -168,7 +168,7 @@ def _environment(private: Path) -> dict[str, str]:
 def _prepared(agent: int) -> int:
     """How many children of an agent are its zygote, a spare or the store of the next round."""
     commands = [child.cmdline() for child in psutil.Process(agent).children()]
-    return sum(not {"spare", "holdfast.torch.store_server"}.isdisjoint(c) for c in commands)
+    return sum(not {"spare", "holdfast.torch.elastic.store_server"}.isdisjoint(c) for c in commands)
 
 
 def _processes(private: str) -> Iterator[psutil.Process]:

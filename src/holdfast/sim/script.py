@@ -271,7 +271,10 @@ class Script:
                 prepared, problem, tried = NONE, str(exc), plan.version
 
     async def _open_parts(self, plan: c.RestorePlan) -> None:
-        """Read the parts of the plan, as torch/restore.py does; RejectedError if they are wrong."""
+        """Read the parts of the plan; RejectedError if they are wrong.
+
+        As torch/checkpoint/restore.py does.
+        """
         version = plan.version
         parts = tuple(parts_of(plan.shape, self._rank, self._run.world_size))
         ask = c.PartsOpen(DIRECTORY, version, parts, self._local_rank)

@@ -4,20 +4,26 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from holdfast.torch.store import HoldfastStore
+from holdfast.torch.elastic.store import HoldfastStore
 
 if TYPE_CHECKING:
-    from holdfast.torch.checkpointer import MEMORY, STORAGE, Checkpointer, Saved, Tier
-    from holdfast.torch.data import (
+    from holdfast.torch.checkpoint.checkpointer import MEMORY, STORAGE, Checkpointer, Saved, Tier
+    from holdfast.torch.checkpoint.policies import (
+        Auto,
+        EveryMinutes,
+        EverySteps,
+        KeepEvery,
+        KeepLast,
+    )
+    from holdfast.torch.data.datasets import (
         ShardedIterableDataset,
         ShardedLoader,
         ShardedMapDataset,
         in_step,
     )
-    from holdfast.torch.loader import ElasticDataLoader
-    from holdfast.torch.policies import Auto, EveryMinutes, EverySteps, KeepEvery, KeepLast
-    from holdfast.torch.sampler import ElasticDistributedSampler
-    from holdfast.torch.trainer import ElasticTrainer
+    from holdfast.torch.data.loader import ElasticDataLoader
+    from holdfast.torch.data.sampler import ElasticDistributedSampler
+    from holdfast.torch.elastic.trainer import ElasticTrainer
 
 __all__ = [
     "Checkpointer",
@@ -41,15 +47,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("Checkpointer", "Saved", "Tier", "MEMORY", "STORAGE"), "checkpointer"),
-    **dict.fromkeys(("EverySteps", "EveryMinutes", "Auto", "KeepLast", "KeepEvery"), "policies"),
-    "ElasticDistributedSampler": "sampler",
-    "ElasticDataLoader": "loader",
-    "ElasticTrainer": "trainer",
-    "ShardedMapDataset": "data",
-    "ShardedIterableDataset": "data",
-    "ShardedLoader": "data",
-    "in_step": "data",
+    **dict.fromkeys(
+        ("Checkpointer", "Saved", "Tier", "MEMORY", "STORAGE"), "checkpoint.checkpointer"
+    ),
+    **dict.fromkeys(
+        ("EverySteps", "EveryMinutes", "Auto", "KeepLast", "KeepEvery"), "checkpoint.policies"
+    ),
+    "ElasticDistributedSampler": "data.sampler",
+    "ElasticDataLoader": "data.loader",
+    "ElasticTrainer": "elastic.trainer",
+    **dict.fromkeys(
+        ("ShardedMapDataset", "ShardedIterableDataset", "ShardedLoader", "in_step"), "data"
+    ),
 }
 
 

@@ -39,13 +39,13 @@ from torch.futures import Future
 from holdfast.model.checkpoint import Shape, rank_part
 from holdfast.model.errors import RejectedError, StateError, UsageError
 from holdfast.runtime.settings import worker_place
-from holdfast.torch import dcp_image
-from holdfast.torch.agreed import MAP_FILE, AgreedLayout, ChunkMap, Exchange, decode_map
-from holdfast.torch.checkpointer import Checkpointer
-from holdfast.torch.files import LoadedFiles
-from holdfast.torch.images import dtype_named, tensor_at
-from holdfast.torch.session import Tier
-from holdfast.torch.sharded_state import Leaves, chunk_of
+from holdfast.torch.checkpoint import dcp_image
+from holdfast.torch.checkpoint.agreed import MAP_FILE, AgreedLayout, ChunkMap, Exchange, decode_map
+from holdfast.torch.checkpoint.checkpointer import Checkpointer
+from holdfast.torch.checkpoint.files import LoadedFiles
+from holdfast.torch.checkpoint.images import dtype_named, tensor_at
+from holdfast.torch.checkpoint.session import Tier
+from holdfast.torch.checkpoint.sharded_state import Leaves, chunk_of
 
 
 class DcpWriter(StorageWriter):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.images import Image, fill
-from holdfast.torch.zip_image import memory_file, zip_image
+from holdfast.torch.checkpoint.images import Image, fill
+from holdfast.torch.checkpoint.zip_image import memory_file, zip_image
 from tests.images import gap
 
 

@@ -21,8 +21,8 @@ from fsdp_models import build, differences, full_state, run_ranks, train
 
 from holdfast.checkpoint.copier import Copier, Task
 from holdfast.model.checkpoint import Shape, rank_part
-from holdfast.torch.images import fill
-from holdfast.torch.sharded import Sharded
+from holdfast.torch.checkpoint.images import fill
+from holdfast.torch.checkpoint.sharded import Sharded
 
 
 class FolderPart:

@@ -9,7 +9,7 @@ import torch
 from steplog import FOLDER, RANK, ROUND, fault, leave, note
 
 from holdfast.client.data import DataShards
-from holdfast.torch.data import ShardedIterableDataset, ShardedLoader, ShardedMapDataset
+from holdfast.torch.data.datasets import ShardedIterableDataset, ShardedLoader, ShardedMapDataset
 
 READ = os.open(FOLDER / "read.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 HOW = os.environ["HOW"]

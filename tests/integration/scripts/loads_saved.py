@@ -14,7 +14,7 @@ from steplog import FOLDER, RANK, ROUND, fault, leave, note
 
 from holdfast.client.data import DataShards
 from holdfast.torch import Checkpointer
-from holdfast.torch.data import ShardedIterableDataset, ShardedLoader, in_step
+from holdfast.torch.data.datasets import ShardedIterableDataset, ShardedLoader, in_step
 
 
 def write(**line: object) -> None:

@@ -14,7 +14,7 @@ from steplog import FOLDER, RANK, ROUND, leave, note
 from holdfast.client.data import Record, StreamShards
 from holdfast.client.data.nats_reader import NatsReader
 from holdfast.torch import Checkpointer, EverySteps
-from holdfast.torch.data import in_step
+from holdfast.torch.data.datasets import in_step
 
 PARTITIONS = ["p", "q"]
 SIZE = int(os.environ["SIZE"])

@@ -21,8 +21,8 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from holdfast.model.checkpoint import rank_part
 from holdfast.model.errors import StateError, UsageError
 from holdfast.torch import Checkpointer, Saved, Tier
-from holdfast.torch.files import LoadedFiles
-from holdfast.torch.zip_image import memory_file
+from holdfast.torch.checkpoint.files import LoadedFiles
+from holdfast.torch.checkpoint.zip_image import memory_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from holdfast.model.checkpoint import rank_part
 from holdfast.model.errors import StateError
 from holdfast.torch import Checkpointer, Saved, Tier
-from holdfast.torch.zip_image import memory_file
+from holdfast.torch.checkpoint.zip_image import memory_file
 
 
 def model_file(tensor: int, pipeline: int | None = None, expert: int | None = None) -> str:

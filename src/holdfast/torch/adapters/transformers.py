@@ -29,9 +29,9 @@ from transformers.trainer_callback import ExportableState
 from holdfast.client import report_step
 from holdfast.model.errors import UsageError
 from holdfast.torch import MEMORY, STORAGE, Checkpointer, Saved, Tier
-from holdfast.torch.files import LoadedFiles
-from holdfast.torch.images import Leaf, safetensors_image
-from holdfast.torch.zip_image import memory_file
+from holdfast.torch.checkpoint.files import LoadedFiles
+from holdfast.torch.checkpoint.images import Leaf, safetensors_image
+from holdfast.torch.checkpoint.zip_image import memory_file
 
 WEIGHTS = "model{suffix}.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

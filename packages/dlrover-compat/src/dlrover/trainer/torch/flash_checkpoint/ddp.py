@@ -19,8 +19,8 @@ from dlrover.trainer.torch.flash_checkpoint.checkpointer import (
 )
 from holdfast.checkpoint.foreign import DLROVER_TRACKER
 from holdfast.runtime.settings import worker_place
-from holdfast.torch.foreign import read_dlrover
-from holdfast.torch.zip_image import memory_file
+from holdfast.torch.checkpoint.foreign import read_dlrover
+from holdfast.torch.checkpoint.zip_image import memory_file
 
 __getattr__ = _refused.missing(__name__)
 

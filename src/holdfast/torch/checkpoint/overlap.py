@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint.copier import CopyJob, Pace, Task
 from holdfast.model.errors import HoldfastError, TimedOutError
-from holdfast.torch.images import Hole
-from holdfast.torch.staging import Staged
+from holdfast.torch.checkpoint.images import Hole
+from holdfast.torch.checkpoint.staging import Staged
 
 GENTLE_BYTES_PER_S = 5e9
 """A copy at full speed makes other threads wait for memory: it costs the training beside it about

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.checkpoint.copier import Copy, Task
-from holdfast.torch.images import Hole, fill_hole, lies_in_a_row, tensor_at
+from holdfast.torch.checkpoint.images import Hole, fill_hole, lies_in_a_row, tensor_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.images import Hole, Image
+from holdfast.torch.checkpoint.images import Hole, Image
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch import dcp_image
-from holdfast.torch.images import Image, bytes_image
-from holdfast.torch.shard_map import (
+from holdfast.torch.checkpoint import dcp_image
+from holdfast.torch.checkpoint.images import Image, bytes_image
+from holdfast.torch.checkpoint.shard_map import (
     Chunk,
     Declaration,
     Layout,
@@ -25,8 +25,8 @@ from holdfast.torch.shard_map import (
     is_worth_storing,
     lay_out,
 )
-from holdfast.torch.sharded_state import Leaves
-from holdfast.torch.state import DEPTH_MAX
+from holdfast.torch.checkpoint.sharded_state import Leaves
+from holdfast.torch.checkpoint.state import DEPTH_MAX
 
 MAP_FILE = "shards.json"
 EXCHANGE_TIMEOUT = timedelta(minutes=10)

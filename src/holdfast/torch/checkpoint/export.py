@@ -17,13 +17,20 @@ from holdfast.checkpoint.storage_port import Storage
 from holdfast.checkpoint.verify import copy_checkpoint
 from holdfast.model.checkpoint import SHARED, rank_part
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch import opaque, plain, state
-from holdfast.torch.agreed import MAP_FILE, ChunkMap, decode_map
-from holdfast.torch.dcp_image import data_file
-from holdfast.torch.images import Leaf, dtype_named, fill, is_shape, safetensors_image, tensor_at
-from holdfast.torch.reshard import check_bounds, copies_for, run_copies
-from holdfast.torch.shard_map import Chunk
-from holdfast.torch.shard_map import Path as StatePath
+from holdfast.torch.checkpoint import opaque, plain, state
+from holdfast.torch.checkpoint.agreed import MAP_FILE, ChunkMap, decode_map
+from holdfast.torch.checkpoint.dcp_image import data_file
+from holdfast.torch.checkpoint.images import (
+    Leaf,
+    dtype_named,
+    fill,
+    is_shape,
+    safetensors_image,
+    tensor_at,
+)
+from holdfast.torch.checkpoint.reshard import check_bounds, copies_for, run_copies
+from holdfast.torch.checkpoint.shard_map import Chunk
+from holdfast.torch.checkpoint.shard_map import Path as StatePath
 
 
 def export_checkpoint(storage: Storage, one: Committed, target: Path, file_format: str) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from holdfast.model.errors import UsageError
 from holdfast.runtime.settings import worker_place
-from holdfast.torch.order import AT_ONCE, Order
+from holdfast.torch.data.order import AT_ONCE, Order
 
 State = dict[str, Any]
 

@@ -16,9 +16,9 @@ from holdfast.checkpoint.copier import Copy, Task
 from holdfast.checkpoint.memory import address_of
 from holdfast.model.checkpoint import SHARED, rank_part
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch import state
-from holdfast.torch.fresh import fresh_tensor
-from holdfast.torch.images import (
+from holdfast.torch.checkpoint import state
+from holdfast.torch.checkpoint.fresh import fresh_tensor
+from holdfast.torch.checkpoint.images import (
     Entry,
     Image,
     bytes_image,
@@ -29,7 +29,7 @@ from holdfast.torch.images import (
     safetensors_image,
     tensor_at,
 )
-from holdfast.torch.restore import OpenPart, Parts
+from holdfast.torch.checkpoint.restore import OpenPart, Parts
 
 KIND = "plain"
 FORMAT = 1

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.sampler import ElasticDistributedSampler
+from holdfast.torch.data.sampler import ElasticDistributedSampler
 
 Batch = TypeVar("Batch")
 

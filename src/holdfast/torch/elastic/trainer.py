@@ -19,7 +19,7 @@ from typing import Any, Generic
 import torch
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.loader import Batch, ElasticDataLoader, Share
+from holdfast.torch.data.loader import Batch, ElasticDataLoader, Share
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from holdfast.checkpoint.storage import open_storage
 from holdfast.client.vault import VaultClient
 from holdfast.model.checkpoint import Series
 from holdfast.model.errors import HoldfastError
-from holdfast.torch.policies import Keep, KeepEvery, KeepLast, Schedule
+from holdfast.torch.checkpoint.policies import Keep, KeepEvery, KeepLast, Schedule
 
 log = logging.getLogger(__name__)
 

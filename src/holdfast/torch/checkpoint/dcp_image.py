@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.images import Hole, Image, dtype_named
-from holdfast.torch.shard_map import Blob, Item, Layout, Lengths, ValueRoom
-from holdfast.torch.zip_image import zip_image
+from holdfast.torch.checkpoint.images import Hole, Image, dtype_named
+from holdfast.torch.checkpoint.shard_map import Blob, Item, Layout, Lengths, ValueRoom
+from holdfast.torch.checkpoint.zip_image import zip_image
 
 METADATA = ".metadata"
 _ROOM_STEP = 1024

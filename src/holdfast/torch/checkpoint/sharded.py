@@ -21,9 +21,9 @@ from msgspec import Struct
 from holdfast.checkpoint.copier import Task
 from holdfast.model.checkpoint import Shape, rank_part
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch import dcp_image, state
-from holdfast.torch.agreed import MAP_FILE, AgreedLayout, Exchange, decode_map
-from holdfast.torch.images import (
+from holdfast.torch.checkpoint import dcp_image, state
+from holdfast.torch.checkpoint.agreed import MAP_FILE, AgreedLayout, Exchange, decode_map
+from holdfast.torch.checkpoint.images import (
     Entry,
     Image,
     Leaf,
@@ -33,15 +33,15 @@ from holdfast.torch.images import (
     safetensors_image,
     tensor_at,
 )
-from holdfast.torch.reshard import Copy, check_bounds, copies_for, tasks_of
-from holdfast.torch.shard_map import (
+from holdfast.torch.checkpoint.reshard import Copy, check_bounds, copies_for, tasks_of
+from holdfast.torch.checkpoint.shard_map import (
     Path,
     SavedTensor,
     check_map,
     is_worth_storing,
 )
-from holdfast.torch.sharded_state import Follower, Leaves, LiveState, LoadTarget
-from holdfast.torch.sharding import KIND
+from holdfast.torch.checkpoint.sharded_state import Follower, Leaves, LiveState, LoadTarget
+from holdfast.torch.checkpoint.sharding import KIND
 
 __all__ = ["Sharded", "ShardedLoading"]
 

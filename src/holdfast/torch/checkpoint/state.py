@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch import opaque
-from holdfast.torch.images import Leaf, dtype_name, dtype_named
+from holdfast.torch.checkpoint import opaque
+from holdfast.torch.checkpoint.images import Leaf, dtype_name, dtype_named
 
 DEPTH_MAX = 100
 """A state nested deeper than this most likely contains itself."""

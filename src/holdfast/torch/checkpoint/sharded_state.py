@@ -24,9 +24,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from holdfast.model.errors import UsageError
-from holdfast.torch.images import dtype_name
-from holdfast.torch.shard_map import SMALL, Chunk, Path
-from holdfast.torch.sharding import is_fsdp1, is_old_shard
+from holdfast.torch.checkpoint.images import dtype_name
+from holdfast.torch.checkpoint.shard_map import SMALL, Chunk, Path
+from holdfast.torch.checkpoint.sharding import is_fsdp1, is_old_shard
 
 State = dict[str, Any]
 

@@ -14,8 +14,8 @@ import torch
 
 from holdfast.checkpoint import copier
 from holdfast.model.errors import StateError, UsageError
-from holdfast.torch.images import dtype_named, lies_in_a_row, tensor_at
-from holdfast.torch.shard_map import Chunk, Lengths, SavedTensor
+from holdfast.torch.checkpoint.images import dtype_named, lies_in_a_row, tensor_at
+from holdfast.torch.checkpoint.shard_map import Chunk, Lengths, SavedTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from holdfast.client.vault import VaultClient
 from holdfast.model.checkpoint import NONE, Shape, Version
 from holdfast.model.errors import RejectedError, StateError, UsageError
 from holdfast.protocol.checkpoints import RestorePlan
-from holdfast.torch.mappings import MappedSlots
+from holdfast.torch.checkpoint.mappings import MappedSlots
 
 TURNS_MAX = 1000
 """Each turn rules out a copy or ends the agreement; no job needs this many."""

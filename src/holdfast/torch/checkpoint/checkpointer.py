@@ -21,15 +21,15 @@ from holdfast.client.progress import saving_step
 from holdfast.model.checkpoint import SHARED, Series, Shape, rank_part
 from holdfast.model.errors import UsageError
 from holdfast.runtime.collector import without_collector
-from holdfast.torch import state
-from holdfast.torch.files import Files, FilesLoading, LoadedFiles, to_images
-from holdfast.torch.following import DataSource, Followers
-from holdfast.torch.foreign import read_dlrover, refuse_dlrover, without_wrapper
-from holdfast.torch.images import Image
-from holdfast.torch.loading import StateLoading, hand_over
-from holdfast.torch.policies import Every, EverySteps, Keep, KeepEvery, KeepLast
-from holdfast.torch.randomness import set_rng_state
-from holdfast.torch.session import MEMORY, STORAGE, Session, Tier
+from holdfast.torch.checkpoint import state
+from holdfast.torch.checkpoint.files import Files, FilesLoading, LoadedFiles, to_images
+from holdfast.torch.checkpoint.following import DataSource, Followers
+from holdfast.torch.checkpoint.foreign import read_dlrover, refuse_dlrover, without_wrapper
+from holdfast.torch.checkpoint.images import Image
+from holdfast.torch.checkpoint.loading import StateLoading, hand_over
+from holdfast.torch.checkpoint.policies import Every, EverySteps, Keep, KeepEvery, KeepLast
+from holdfast.torch.checkpoint.randomness import set_rng_state
+from holdfast.torch.checkpoint.session import MEMORY, STORAGE, Session, Tier
 
 __all__ = ["Checkpointer", "Saved", "MEMORY", "STORAGE", "Tier"]
 

@@ -23,22 +23,22 @@ from holdfast.model.errors import (
     UsageError,
 )
 from holdfast.protocol.checkpoints import RestorePlan
-from holdfast.torch import plain
-from holdfast.torch.after import AfterCommit
-from holdfast.torch.following import Followers
-from holdfast.torch.images import Image
-from holdfast.torch.mappings import MappedSlots
-from holdfast.torch.overlap import BackgroundSave, Gate, gentle_pace
-from holdfast.torch.policies import Every, Keep, Schedule
-from holdfast.torch.randomness import rng_state
-from holdfast.torch.restore import Loading, Parts, agree
-from holdfast.torch.sharding import is_sharded
-from holdfast.torch.sizes import optimizer_bytes_to_come
-from holdfast.torch.staging import CudaAccelerator, DeviceStager
-from holdfast.torch.writing import BegunStep, PartWriter
+from holdfast.torch.checkpoint import plain
+from holdfast.torch.checkpoint.after import AfterCommit
+from holdfast.torch.checkpoint.following import Followers
+from holdfast.torch.checkpoint.images import Image
+from holdfast.torch.checkpoint.mappings import MappedSlots
+from holdfast.torch.checkpoint.overlap import BackgroundSave, Gate, gentle_pace
+from holdfast.torch.checkpoint.policies import Every, Keep, Schedule
+from holdfast.torch.checkpoint.randomness import rng_state
+from holdfast.torch.checkpoint.restore import Loading, Parts, agree
+from holdfast.torch.checkpoint.sharding import is_sharded
+from holdfast.torch.checkpoint.sizes import optimizer_bytes_to_come
+from holdfast.torch.checkpoint.staging import CudaAccelerator, DeviceStager
+from holdfast.torch.checkpoint.writing import BegunStep, PartWriter
 
 if TYPE_CHECKING:
-    from holdfast.torch.sharded import Sharded
+    from holdfast.torch.checkpoint.sharded import Sharded
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Session:
     def sharded(self) -> "Sharded":
         """For states that are spread over ranks."""
         # Imported late: it pulls in torch.distributed.checkpoint, which unsharded jobs never need.
-        from holdfast.torch.sharded import Sharded
+        from holdfast.torch.checkpoint.sharded import Sharded
 
         return Sharded(self.client.place.rank, self.client.place.world_size)
 

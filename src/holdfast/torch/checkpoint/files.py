@@ -6,9 +6,9 @@ from types import TracebackType
 
 from holdfast.model.checkpoint import SHARED, Shape, rank_part
 from holdfast.model.errors import StateError
-from holdfast.torch.images import Image, bytes_image
-from holdfast.torch.restore import OpenPart, Parts
-from holdfast.torch.zip_image import zip_image
+from holdfast.torch.checkpoint.images import Image, bytes_image
+from holdfast.torch.checkpoint.restore import OpenPart, Parts
+from holdfast.torch.checkpoint.zip_image import zip_image
 
 Files = Mapping[str, object] | Callable[[], Mapping[str, object]]
 """Content by file name, or a function that makes it."""

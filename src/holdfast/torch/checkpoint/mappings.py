@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.memory import fault_in, low_priority
 from holdfast.checkpoint.slots import Slot
 from holdfast.model.errors import StateError
-from holdfast.torch.staging import Stager
+from holdfast.torch.checkpoint.staging import Stager
 from holdfast.worker import ahead
 
 

@@ -14,9 +14,9 @@ from holdfast.checkpoint.slots import Slot, SlotMeta, lay_out
 from holdfast.client.vault import VaultClient
 from holdfast.core.node.marks import Marks
 from holdfast.model.checkpoint import Shape, Version, rank_part
-from holdfast.torch.images import Image
-from holdfast.torch.mappings import MappedSlots
-from holdfast.torch.staging import Placed, Staged, Stager
+from holdfast.torch.checkpoint.images import Image
+from holdfast.torch.checkpoint.mappings import MappedSlots
+from holdfast.torch.checkpoint.staging import Placed, Staged, Stager
 
 GRAIN = 256 * 1024
 """Slots are requested in multiples of this, so that a number with one more digit fits."""

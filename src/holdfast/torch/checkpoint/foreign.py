@@ -10,7 +10,7 @@ from holdfast.checkpoint.foreign import DLROVER_TRACKER, find_dlrover
 from holdfast.checkpoint.storage import open_storage
 from holdfast.model.checkpoint import Series
 from holdfast.model.errors import UsageError
-from holdfast.torch import opaque, state
+from holdfast.torch.checkpoint import opaque, state
 
 _WRAPPER = "module."
 _WAY_OUT = "load it by what wrote it, or choose another directory to begin at 0"

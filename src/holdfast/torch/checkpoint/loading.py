@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from holdfast.model.checkpoint import rank_part
 from holdfast.model.errors import UsageError
-from holdfast.torch import plain, sharding, state
-from holdfast.torch.restore import Loading, OpenPart, Parts
+from holdfast.torch.checkpoint import plain, sharding, state
+from holdfast.torch.checkpoint.restore import Loading, OpenPart, Parts
 
 if TYPE_CHECKING:
-    from holdfast.torch.sharded import Sharded
+    from holdfast.torch.checkpoint.sharded import Sharded
 
 
 class StateLoading:
