@@ -11,7 +11,8 @@ SOURCE = ROOT / "src/holdfast"
 _PLAIN = """
 actions adapters allocating answers api asking base bootstrap cgroups checkpointer children
 ckpt cli client clock codec collective completion conf config connection copier copy
-credentials curve data dataset datasets dcp deepspeed demo difference digests disk dlrover elastic embedded
+credentials curve data dataset datasets dcp deepspeed demo difference digests disk dlrover
+elastic embedded
 environment errors failures fetch fields file files flags history host http ids imports k8s
 kubernetes launch leader linux loader loading local log logged logs loop map mappings maps
 megatron memory messages metrics model names naming nats network objects observe open options
