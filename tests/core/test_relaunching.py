@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.core.job import commands as cmd
 from holdfast.core.job import events as ev
+from holdfast.core.job.membership.awaiting_reason import WORD_S
 from holdfast.core.job.membership.failed_hosts import AVOIDED_MAX, REMEMBERED_S
-from holdfast.core.job.membership.last_words import WORD_S
 from holdfast.core.kernel import Outcome
 from holdfast.model.errors import UsageError
 from holdfast.model.job import JobSpec

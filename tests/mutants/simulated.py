@@ -112,7 +112,7 @@ CORE_MUTANTS = (
         "silent_world_is_replaced_at_once",
         "core.job.rendezvous.rendezvous",
         "Rendezvous._must_not_form",
-        "return self._muster.is_leased(self._state.index) or self._muster.has_unstopped()",
+        "return self._candidates.is_leased(self._state.index) or self._candidates.has_unstopped()",
         "return False",
     ),
     _mutant(

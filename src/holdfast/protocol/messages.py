@@ -101,7 +101,7 @@ class JobRules(Struct, frozen=True, array_like=True):
 
 
 class Told(Struct, frozen=True, array_like=True):
-    """The last that an agent was told of the master's journal: see core/job/membership/lives.py."""
+    """The last that an agent was told of the master's journal: see the core's master_history.py."""
 
     journal: str
     life: str

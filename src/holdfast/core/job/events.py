@@ -313,7 +313,7 @@ class WorldFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class JournalBehind(Event):
-    """An agent knows of something that the journal had and has lost: see lives.py."""
+    """An agent knows of something that the journal had and has lost: see master_history.py."""
 
     reason: str
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a master's restart no sample is dealt before every node of its world is back.
 
-If the journal is behind (lives.py), some nodes know: those that trained on what the journal has
-forgotten. Before the master has heard all nodes, it could deal the same samples again, to a rank
-that steps together with theirs. A node that does not come back is given up, and its world with it.
+If the journal is behind (master_history.py), some nodes know: those that trained on what the
+journal has forgotten. Before the master has heard all nodes, it could deal the same samples again,
+to a rank that steps together with theirs. A node that does not come back is given up, and its world
+with it.
 """
 
 from holdfast.core.job import events as ev
 
 
-class RollCall:
+class RestartBarrier:
     """The missing nodes, and the requests that wait for them. Nothing here is durable."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from holdfast.core.job.data.dataset_state import DatasetState
 from holdfast.core.job.data.following import Following
 from holdfast.core.job.data.positions import position, summary
 from holdfast.core.job.data.registration import addition, difference, mistake
-from holdfast.core.job.data.roll_call import RollCall
+from holdfast.core.job.data.restart_barrier import RestartBarrier
 from holdfast.core.job.data.shard_state import ShardState
 from holdfast.core.job.data.shard_view import Rate, describe
 from holdfast.core.job.data.takers import Takers
@@ -67,7 +67,7 @@ class Shards:
     def __init__(self) -> None:
         self._state = ShardState()
         # Volatile: agents repeat what was not answered.
-        self._takers, self._roll_call = Takers(), RollCall()
+        self._takers, self._restart_barrier = Takers(), RestartBarrier()
         self._following = Following(self._state)
         self._rates: dict[str, Rate] = {}
         #: Lost nodes: their late requests are refused.
@@ -83,7 +83,7 @@ class Shards:
         out = Outcome()
         match event:
             case ev.DataRequested():
-                if not self._roll_call.holds(event):
+                if not self._restart_barrier.holds(event):
                     answer = self._requested(out, event, now)
                     if answer is not None:
                         _reply(out, event, answer)
@@ -93,20 +93,20 @@ class Shards:
                 self._restored(out, event)
             case ev.WorldFormed():
                 self._new_round(out, event.world.round)
-                out.facts.extend(self._roll_call.end())
+                out.facts.extend(self._restart_barrier.end())
             case ev.WorldFound():
                 self._round = event.world.round
-                self._roll_call.begin(event)
+                self._restart_barrier.begin(event)
             case ev.NodeReady():
                 self._takers.drop_node(event.member.node_id)
-                out.facts.extend(self._roll_call.came(event.member.node_id))
+                out.facts.extend(self._restart_barrier.came(event.member.node_id))
             case ev.NodeAbsent():
                 self._takers.drop_node(event.node_id)
             case ev.NodeLost():
                 self._node_lost(out, event.node_id)
             case ev.RequestDropped():
                 self._takers.drop(event.session, event.seq)
-                self._roll_call.drop(event.session, event.seq)
+                self._restart_barrier.drop(event.session, event.seq)
             case ev.MasterStarted():
                 out.facts.extend(ev.DatasetFollows(path) for path in self._state.followers)
             case Tick():

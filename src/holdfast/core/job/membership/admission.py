@@ -87,7 +87,7 @@ def why_impossible(rules: m.JobRules) -> str:
 
 def why_behind(attach: m.Attach, table: NodeTable) -> str:
     """What this agent knows and the journal does not, as the end of the job; empty if nothing."""
-    missing = table.lives.missing(attach.told)
+    missing = table.masters.missing(attach.told)
     if not missing:
         return ""
     known = table.by_key.get(attach.agent_key)
@@ -105,7 +105,7 @@ def _fenced(attach: m.Attach, table: NodeTable, *, managed: bool) -> m.Refused |
     known = table.by_key.get(attach.agent_key)
     if known is None and attach.incarnation > 0:
         why = "a newer agent has taken this node's place, or the master has lost its state"
-        if attach.told is not None and attach.told.journal != table.lives.journal:
+        if attach.told is not None and attach.told.journal != table.masters.journal:
             why = "the journal of this node's master is lost: the job starts anew without it"
         return m.Refused("fenced", why)
     if known is not None and table.nodes[known].phase.is_final:

@@ -29,7 +29,7 @@ class Loss:
     """It has left by itself, before its job ended: nothing to replace."""
 
 
-class LastWords:
+class AwaitingReason:
     """Losses that wait for a reason, and until when. All wait equally long: the first is due."""
 
     def __init__(self) -> None:

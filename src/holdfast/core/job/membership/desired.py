@@ -18,7 +18,7 @@ FIRST_MOVED_GROUP = 1001
 """Groups that were launched again elsewhere are numbered from here on."""
 
 
-class Wanted:
+class Desired:
     """The size of the job, its ranks, and the plans that led to them."""
 
     def __init__(self) -> None:

@@ -11,9 +11,9 @@ from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import RemoveNode
 from holdfast.core.job.membership import pending
+from holdfast.core.job.membership.awaiting_reason import AwaitingReason, Loss
 from holdfast.core.job.membership.demand import Demand
 from holdfast.core.job.membership.failed_hosts import blame
-from holdfast.core.job.membership.last_words import LastWords, Loss
 from holdfast.core.job.membership.node_table import NodeState, NodeTable
 from holdfast.core.job.membership.ordering import Orders, down_since
 from holdfast.core.job.membership.relaunching import Relaunch, judge, memory_of
@@ -32,7 +32,7 @@ class Losses:
         self._table = table
         self._demand = demand
         self._orders = orders
-        self._words = LastWords()
+        self._words = AwaitingReason()
         #: After a restart of the master: no wait for a node times out before this time.
         self._looks_until = 0.0
 

@@ -16,7 +16,7 @@ from holdfast.core.kernel import Record
 from holdfast.protocol import messages as m
 
 
-class Lives:
+class MasterHistory:
     """The masters of a job, oldest first. Durable, as a part of the node table."""
 
     def __init__(self) -> None:

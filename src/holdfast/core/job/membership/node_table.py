@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
+from holdfast.core.job.membership.desired import Desired
 from holdfast.core.job.membership.failed_hosts import FailedHosts
-from holdfast.core.job.membership.lives import Lives
-from holdfast.core.job.membership.since import Since
-from holdfast.core.job.membership.wanted import Wanted
+from holdfast.core.job.membership.master_history import MasterHistory
+from holdfast.core.job.membership.waiting_times import WaitingTimes
 from holdfast.core.job.pace import Pace
 from holdfast.core.kernel import Outcome, Record
 from holdfast.model.ids import Incarnation, NodeId, NodeRank
@@ -141,15 +141,15 @@ class NodeTable:
         self.pending: dict[NodeId, float] = {}
         #: Live nodes that were ordered and have no agent yet: since when their ranks have none, and
         #: since when those of them that the platform runs do.
-        self.down = Since()
-        self.mute = Since()
+        self.down = WaitingTimes()
+        self.mute = WaitingTimes()
         #: By node: the one that was ordered to take its place.
         self._successors: dict[NodeId, NodeId] = {}
         #: Where nodes of this job are or were: how many that are still in the table.
         self.machines: Counter[str] = Counter()
-        self.wanted = Wanted()
+        self.wanted = Desired()
         self.hosts = FailedHosts()
-        self.lives = Lives()
+        self.masters = MasterHistory()
 
     def commit(self, outcome: Outcome, record: Record) -> None:
         """Make a record true and durable."""
@@ -215,7 +215,7 @@ class NodeTable:
             case rec.HostBlamed():
                 self.hosts.apply(record)
             case rec.LifeBegan():
-                self.lives.apply(record)
+                self.masters.apply(record)
             case _:
                 self.wanted.apply(record)
 
@@ -376,7 +376,7 @@ class NodeTable:
         yield rec.CountersSet(self.next_node_id, self.next_incarnation)
         yield from self.wanted.snapshot(planned)
         yield from self.hosts.snapshot()
-        yield from self.lives.snapshot()
+        yield from self.masters.snapshot()
 
     def view(self, now: float) -> list[dict[str, object]]:
         """The table as people see it, live nodes first."""

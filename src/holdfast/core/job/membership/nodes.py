@@ -17,10 +17,10 @@ from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Bind, Drop, Push, RemoveNode, Reply
 from holdfast.core.job.membership.admission import refusal_of, rules_of, rules_of_agent, why_behind
+from holdfast.core.job.membership.awaiting_reason import Loss
 from holdfast.core.job.membership.demand import Demand
 from holdfast.core.job.membership.fleet import Fleet
-from holdfast.core.job.membership.last_words import Loss
-from holdfast.core.job.membership.lives import Lives
+from holdfast.core.job.membership.master_history import MasterHistory
 from holdfast.core.job.membership.node_table import NOBODY, NodeState, NodeTable
 from holdfast.core.kernel import NOTHING, Event, Outcome, Record, Tick
 from holdfast.model.ids import NodeId, NodeRank, Round
@@ -193,7 +193,9 @@ class Nodes:
         node = table.nodes[known] if known is not None else self._admit(outcome, attach)
         self._fleet.orders.ready(node.node_rank, now)
         outcome.commands.append(Bind(node.node_id, event.link))
-        welcome = _welcome(self._job, self._spec, node, self._generation, self._round, table.lives)
+        welcome = _welcome(
+            self._job, self._spec, node, self._generation, self._round, table.masters
+        )
         outcome.commands.append(Reply(event.link, event.call, welcome))
         if self._ended is not None:
             outcome.commands.append(Push(node.node_id, _farewell(self._ended)))
@@ -342,7 +344,7 @@ class Nodes:
 
     def last_clock(self) -> tuple[str, float]:
         """The monotonic clock of the last master that began, and what it showed at job time 0."""
-        return self._table.lives.clock
+        return self._table.masters.clock
 
     def processes(self) -> dict[NodeId, str]:
         """The processes of agents that belong to the job, as far as they said a name."""
@@ -382,7 +384,12 @@ def _member(node: NodeState, attach: m.Attach) -> Member:
 
 
 def _welcome(
-    job: str, spec: JobSpec, node: NodeState, generation: int, round_number: int, lives: Lives
+    job: str,
+    spec: JobSpec,
+    node: NodeState,
+    generation: int,
+    round_number: int,
+    masters: MasterHistory,
 ) -> m.Attached:
     return m.Attached(
         job=job,
@@ -393,8 +400,8 @@ def _welcome(
         beat_s=spec.beat_s,
         lease_s=spec.lease_s,
         round=round_number,
-        journal=lives.journal,
-        life=lives.present,
+        journal=masters.journal,
+        life=masters.present,
     )
 
 

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from holdfast.model.ids import NodeId
 
 
-class Since:
+class WaitingTimes:
     """Nodes, and since when each of them waits for the same thing."""
 
     def __init__(self) -> None:

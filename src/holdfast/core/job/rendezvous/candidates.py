@@ -14,7 +14,7 @@ from holdfast.model.world import Member, in_order
 from holdfast.protocol.messages import JobRules
 
 
-class Muster:
+class Candidates:
     """Nodes that are ready, nodes that are expected back, and nodes that may not be dead."""
 
     def __init__(self) -> None:

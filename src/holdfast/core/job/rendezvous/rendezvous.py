@@ -26,9 +26,9 @@ from typing import assert_never
 from holdfast.core.job import events as ev
 from holdfast.core.job import records as rec
 from holdfast.core.job.commands import Push, Reply
+from holdfast.core.job.rendezvous.candidates import Candidates
 from holdfast.core.job.rendezvous.join_clock import JoinClock
 from holdfast.core.job.rendezvous.mistakes import Failure, Mistakes
-from holdfast.core.job.rendezvous.muster import Muster
 from holdfast.core.job.rendezvous.world_state import WorldState
 from holdfast.core.kernel import NOTHING, Outcome, Record, Tick, commit
 from holdfast.model.ids import Generation, NodeId, NodeRank, Round
@@ -74,7 +74,7 @@ class Rendezvous:
     def __init__(self) -> None:
         self._rules: m.JobRules | None = None
         self._state = WorldState()
-        self._muster = Muster()
+        self._candidates = Candidates()
         #: Whose workers of the present round run, and how they were started.
         self._started: dict[NodeId, str] = {}
         #: The verdict on the present world is on its way, in this very step.
@@ -94,23 +94,23 @@ class Rendezvous:
             case ev.NodeReady():
                 return self._node_ready(event, now)
             case ev.NodeAbsent() | ev.NodeSilent():
-                self._muster.away(event.node_id)
+                self._candidates.away(event.node_id)
             case ev.NodeExpected():
-                self._muster.absent.add(event.node_id)
+                self._candidates.absent.add(event.node_id)
             case ev.NodeLost():
                 return self._node_lost(event, now)
             case ev.FailureReported() | ev.DoneReported() | ev.StartReported():
                 return self._reported(event, now)
             case ev.StoreOffered():
-                self._muster.set_ports(event.node_id, hosted_port=self._state.unused(event))
+                self._candidates.set_ports(event.node_id, hosted_port=self._state.unused(event))
                 return Outcome(commands=[Reply(event.link, event.call, m.Done())])
             case ev.NodeWarmed():
-                self._muster.cold.discard(event.node_id)
+                self._candidates.cold.discard(event.node_id)
                 outcome = Outcome(commands=[Reply(event.link, event.call, m.Done())])
                 outcome.add(self._form(now))
                 return outcome
             case ev.LeaseExpired():
-                self._muster.stopped(event.node_id)
+                self._candidates.stopped(event.node_id)
                 return self._form(now)
             case ev.JobOpened():
                 self._rules = event.rules
@@ -150,9 +150,9 @@ class Rendezvous:
 
     def _node_ready(self, event: ev.NodeReady, now: float) -> Outcome:
         member = event.member
-        self._muster.arrived(member, is_cold=event.cold, replaces=event.replaces)
+        self._candidates.arrived(member, is_cold=event.cold, replaces=event.replaces)
         if event.round in (0, self._state.round):
-            self._muster.stopped(member.node_id)
+            self._candidates.stopped(member.node_id)
         outcome = Outcome()
         if self._ended:
             return outcome  # It has been told of that, and stops its workers by itself.
@@ -171,7 +171,7 @@ class Rendezvous:
 
     def _node_lost(self, event: ev.NodeLost, now: float) -> Outcome:
         is_done = event.node_id in self._state.done
-        self._muster.lost(event.node_id, proven=event.proven or is_done)
+        self._candidates.lost(event.node_id, proven=event.proven or is_done)
         if event.node_id not in self._state.index or is_done:
             return self._form(now)
         outcome = Outcome()
@@ -196,8 +196,8 @@ class Rendezvous:
         if not formed.facts:
             # No worker may go on computing in a world that is over. Nodes that are to go end by
             # themselves, and with grace.
-            for node_id in self._muster.ready:
-                if node_id not in self._muster.leaving:
+            for node_id in self._candidates.ready:
+                if node_id not in self._candidates.leaving:
                     outcome.commands.append(Push(node_id, self._state.stop_work()))
         outcome.add(formed)
         return outcome
@@ -210,12 +210,12 @@ class Rendezvous:
         return outcome
 
     def _leaving(self, event: ev.NodesLeaving, now: float) -> Outcome:
-        self._muster.leave(event.node_ids)
+        self._candidates.leave(event.node_ids)
         index = self._state.index
-        if self._state.is_healthy and self._muster.leaving.issuperset(index):
+        if self._state.is_healthy and self._candidates.leaving.issuperset(index):
             over = (self._state.round, event.reason, NodeRank(-1), -1.0)
             return Outcome(facts=[ev.WorldBroken(*over, by_plan=True)])
-        if self._state.is_healthy and not self._muster.leaving.isdisjoint(index):
+        if self._state.is_healthy and not self._candidates.leaving.isdisjoint(index):
             self._next_why = event.reason
         return self._form(now)
 
@@ -227,9 +227,9 @@ class Rendezvous:
         is_present = event.report.round == self._state.round and not self._state.broken
         current = is_present and event.node_id in self._state.index
         if current:
-            self._muster.stopped(event.node_id)
+            self._candidates.stopped(event.node_id)
         if isinstance(event, ev.StartReported):
-            self._muster.set_ports(event.node_id, store_port=event.report.store_port)
+            self._candidates.set_ports(event.node_id, store_port=event.report.store_port)
             if current:
                 self._started[event.node_id] = event.report.how
                 if len(self._started) == len(self._state.index):
@@ -252,7 +252,7 @@ class Rendezvous:
             return Outcome(facts=[_hurt_by(failure, self._state)])
         if self._clock.is_up(now):
             assert self._rules is not None
-            reason = _why_given_up(self._rules, len(self._muster.ready))
+            reason = _why_given_up(self._rules, len(self._candidates.ready))
             return Outcome(facts=[ev.WorldImpossible(reason)])
         return self._form(now)
 
@@ -263,11 +263,11 @@ class Rendezvous:
         if self._clock.is_held(now):
             return NOTHING
         rules, growing = self._rules, self._state.is_healthy
-        size = 0 if rules is None else self._muster.possible_size(rules, growing=growing)
+        size = 0 if rules is None else self._candidates.possible_size(rules, growing=growing)
         if rules is None or size == 0 or self._must_not_form(size, growing=growing):
             self._clock.last_call_at = None
             return NOTHING
-        if not self._muster.is_complete(rules, size, growing=growing, begins=self._begins):
+        if not self._candidates.is_complete(rules, size, growing=growing, begins=self._begins):
             patience_s = GROW_AFTER_S if growing else rules.last_call_s
             if not self._clock.call(now, patience_s):
                 return NOTHING
@@ -280,17 +280,17 @@ class Rendezvous:
             # A verdict is on its way; or nothing is to be gained; or work that is finished would
             # be started again for a newcomer; or no node of the present world would be in the next.
             index = self._state.index
-            is_same = size <= len(index) and self._muster.leaving.isdisjoint(index)
+            is_same = size <= len(index) and self._candidates.leaving.isdisjoint(index)
             is_judged_soon = self._hurt or self._mistakes.is_open
             must_wait = is_judged_soon or is_same or bool(self._state.done)
-            return must_wait or not self._muster.keeps_one_of(index)
+            return must_wait or not self._candidates.keeps_one_of(index)
         # Rule 4: a world that lost all its nodes may not be dead at all, and neither may one before
         # it whose last node went silent before it was told of the next.
-        return self._muster.is_leased(self._state.index) or self._muster.has_unstopped()
+        return self._candidates.is_leased(self._state.index) or self._candidates.has_unstopped()
 
     def _agree(self, size: int, *, planned: bool) -> Outcome:
         before = self._state.index
-        chosen = self._muster.choose(size, growing=planned, world=before)
+        chosen = self._candidates.choose(size, growing=planned, world=before)
         outcome = Outcome()
         commit(
             self,
@@ -304,16 +304,16 @@ class Rendezvous:
                 self._next_why,
                 planned,
                 self._state.breaks,
-                self._muster.unstopped_with(before),
+                self._candidates.unstopped_with(before),
             ),
         )
         world = self._state.world
         assert world is not None
         self._clock.formed()
         # A store serves one round: the keys of a dead one would lead the next astray.
-        self._muster.set_ports(world.members[0].node_id, hosted_port=0)
+        self._candidates.set_ports(world.members[0].node_id, hosted_port=0)
         outcome.facts.append(ev.WorldFormed(world, self._state.why, planned))
-        outcome.commands.extend(self._state.pushes(before, self._muster.ready))
+        outcome.commands.extend(self._state.pushes(before, self._candidates.ready))
         return outcome
 
     def deadline(self) -> float | None:
@@ -330,14 +330,14 @@ class Rendezvous:
             case rec.WorldAgreed():
                 self._started.clear()
                 self._begins = False
-                self._muster.set_unstopped(record.unstopped)
+                self._candidates.set_unstopped(record.unstopped)
                 self._hurt = False
             case rec.RoundBroken():
                 self._next_why = record.reason
 
     def validate(self) -> None:
         self._state.validate()
-        self._muster.validate()
+        self._candidates.validate()
         assert self._started.keys() <= self._state.index.keys(), self._started
 
     def snapshot(self) -> Iterable[Record]:
@@ -347,7 +347,7 @@ class Rendezvous:
         """The world as people see it, who waits outside, and for how long the next one waits."""
         pause_s = self._clock.pause_left(now)
         held = {"starts_in_s": round(pause_s, 3)} if pause_s > 0 and not self._ended else {}
-        return {**self._state.view(), "spares": self._muster.spares(self._state.index), **held}
+        return {**self._state.view(), "spares": self._candidates.spares(self._state.index), **held}
 
 
 def _found(state: WorldState, world: World) -> ev.WorldFound:
