@@ -96,6 +96,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[RUN_VARIABLE] = run.name
     # Threads that spin while they wait for each other make a machine with many processes crawl.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # torch asks a name server for the name of each of its clients, even on the loopback: an answer
+    # that is lost costs every process group and store of the suite 1 s instead of 5.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     # What jobs that were killed as a whole leave in memory goes with the run.
     os.environ["HOLDFAST_MEMORY_DIR"] = str(run.memory)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
