@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.client import AgentClient
+from holdfast.client import AgentClient, connection
 from holdfast.model.errors import (
     AuthError,
     FencedError,
@@ -177,6 +177,13 @@ def test_an_answer_to_another_call_is_a_protocol_error(playing: Playing) -> None
         add(playing(play))
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client gives up soon."""
+    monkeypatch.setattr(connection, "MARGIN_S", 0.5)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_an_absent_server_is_retryable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -185,6 +192,7 @@ def test_an_absent_server_is_retryable() -> None:
         add(client, timeout_s=0.1)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_silent_server_is_retryable() -> None:
     """It accepts, and then says nothing: a stopped process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
