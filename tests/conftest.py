@@ -40,6 +40,8 @@ DYING_S = float(os.environ.get("HOLDFAST_TEST_DYING_S", "60"))
 LONGEST_FIRST = (
     "kube/test_jobs.py",
     "e2e/",
+    "sim/test_mutants.py",
+    "sim/test_fresh_seeds.py",
     "integration/adapters/",
     "integration/test_flash_",
     "integration/test_sharded.py",
