@@ -156,7 +156,7 @@ def test_training_outlives(machine: Machine, jobs: Jobs, name: str) -> None:
     fault = FAULTS[name]
     job = start(machine, jobs)
     world = jobs.wait_world(2, steps=6)
-    newest = begin_between(machine, jobs, fault)
+    newest = begin_between(machine, jobs, job, fault)
     # One of so many steps should go to storage.
     goes_on(jobs, steps=EVERY if fault.blocks_commits else 10)
     if fault.kills_master:
@@ -277,10 +277,12 @@ def goes_on(jobs: Jobs, steps: int = 10) -> None:
     jobs.wait_for("step", lambda event: event.step >= reached + steps, count=2)
 
 
-def begin_between(machine: Machine, jobs: Jobs, fault: Fault) -> int:
+def begin_between(machine: Machine, jobs: Jobs, job: Command, fault: Fault) -> int:
     """Begin it while nothing goes to storage; returns the newest step there."""
     while True:
-        until(lambda: is_between(machine, jobs), LIMIT_S, "a checkpoint on storage, and none due")
+        until(
+            lambda: is_between(machine, jobs, job), LIMIT_S, "a checkpoint on storage, and none due"
+        )
         before = committed(machine)
         fault.begin(machine)
         if committed(machine) == before:
@@ -288,10 +290,15 @@ def begin_between(machine: Machine, jobs: Jobs, fault: Fault) -> int:
         machine.mend()  # Beginning it took longer than the steps that were left.
 
 
-def is_between(machine: Machine, jobs: Jobs) -> bool:
-    """Whether the last step that is due is on storage, and the next is not yet near."""
+def is_between(machine: Machine, jobs: Jobs, job: Command) -> bool:
+    """Whether the last step that is due is on storage, and the next is not yet near.
+
+    The master has said so: its name is there before the commit has come to its end.
+    """
     step = max(event.step for event in jobs.steps())
-    return committed(machine) == step - step % EVERY > 0 and step % EVERY < EVERY / 2
+    due = step - step % EVERY
+    is_there = committed(machine) == due > 0 and job.count(f"step {due} is committed") > 0
+    return is_there and step % EVERY < EVERY / 2
 
 
 def committed(machine: Machine) -> int:

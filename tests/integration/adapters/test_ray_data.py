@@ -34,6 +34,9 @@ def cluster() -> Iterator[str]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's own workers run at nice 15: beside busy tests they would get next to no processor.
         patch.setenv("RAY_worker_niceness", "0")
+        # Parts of Ray that have not answered for a minute end the process, which is that of pytest.
+        patch.setenv("RAY_health_check_failure_threshold", "100")
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
         import ray
         import ray.data
 
