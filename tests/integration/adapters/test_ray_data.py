@@ -34,9 +34,6 @@ def cluster() -> Iterator[str]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's own workers run at nice 15: beside busy tests they would get next to no processor.
         patch.setenv("RAY_worker_niceness", "0")
-        # Parts of Ray that have not answered for a minute end the process, which is that of pytest.
-        patch.setenv("RAY_health_check_failure_threshold", "100")
-        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
         import ray
         import ray.data
 
@@ -98,11 +95,17 @@ def test_every_row_comes_once_in_every_epoch(files: list[tuple[str, int]]) -> No
         assert all(shard == sorted(shard) for shard in by_shard), "the order of the rows is kept"
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("cluster")
 def test_a_checkpoint_counts_the_batches_that_the_training_had(
     files: list[tuple[str, int]],
 ) -> None:
-    """The next one begins in the middle of a shard; what Ray has read ahead is not lost."""
+    """The next one begins in the middle of a shard; what Ray has read ahead is not lost.
+
+    Beside a busy machine an assertion of Ray 2.60 (reference_counter.cc:624) ended the process of
+    pytest once, as a read was broken off. Every run has a whole job that is killed and goes on,
+    below, in processes of its own.
+    """
     shards = DataShards("train", listed=files[:3])
     batches = batches_of(shards)
     before = [number for _ in range(9) for number in numbers(next(batches))]
