@@ -22,6 +22,7 @@ from holdfast.master.showing import Showing
 from holdfast.master.stories import dataset_of, describe_progress, fields_of, level_of, tell
 from holdfast.model.ids import NodeId
 from holdfast.model.node import Phase
+from holdfast.model.order import WORKER
 from holdfast.ports.desk import Desk
 from holdfast.ports.platform import Platform
 from holdfast.protocol import messages as m
@@ -265,7 +266,9 @@ class Service:
         node_id = fields.get("node_id")
         node = self._core.name_of(NodeId(node_id)) if isinstance(node_id, int) else ""
         if not node and (rank := fields.get("node_rank", -1)) != -1:
-            node = f"node/{rank}"
+            # Of a fact that has no node id. Ranks of roles count from 0 each.
+            role = event.role if isinstance(event, ev.RankGivenUp) else WORKER
+            node = f"node/{rank}" if role == WORKER else f"{role}/{rank}"
         self._history.add(entities_of(fields, node, dataset_of(event)), story)
         for link in self._followers.values():
             link.send(story)
